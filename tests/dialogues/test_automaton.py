@@ -1,4 +1,4 @@
-"""Rows of dialogues slot by slot, against a loop in plain Python."""
+"""Tests rows of dialogues, slot by slot, against a loop in plain Python."""
 
 import functools
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ SETTINGS = {
 
 
 class FirstSlots(NamedTuple):
-    """The first slots of a row, which the prompt fills, int32 `[K]`, and the row's state after them."""
+    """The slots that the prompt fills, int32 `[K]`, and the row's state after them."""
 
     token: Any
     role: Any
@@ -43,56 +43,66 @@ def first_slots(dialogue, progress):
 
 
 class Programs:
-    """A dialogue's functions of rows, each compiled once; keys are `[ROWS]`."""
+    """A dialogue's compiled functions of rows; keys are `[ROWS]`."""
 
     def __init__(self, dialogue):
-        def begun(key, right):
-            shown = dialogue.demonstration(key, dialogue.difficulty, right)
-            return automaton.begin(dialogue, key, dialogue.difficulty), shown
+        def begin(key, right):
+            demonstrations = dialogue.demonstration(key, dialogue.difficulty, right)
+            return automaton.begin(dialogue, key, dialogue.difficulty), demonstrations
 
-        def written(progress, own, replaced, where):
-            def advance(progress, at):
-                slot, own, replaced, where = at
+        def write(progress, responses, replaced_results, replace):
+            def advance(progress, inputs):
+                slot, responses, replaced_results, replace = inputs
                 token, role = automaton.next_token(progress)
-                token = jnp.where(role == POLICY, own, token)
+                token = jnp.where(role == POLICY, responses, token)
                 after, reply = automaton.write(dialogue, progress, token)
-                reply = reply.replace(tokens=jnp.where(where & (reply.role == TOOL), replaced, reply.tokens))
-                seen = jnp.where(role == END, NO_TOKEN, token), role, progress.position, progress.chunk
-                return automaton.enqueue(after, reply, slot), jnp.stack(seen)
+                reply = reply.replace(tokens=jnp.where(replace & (reply.role == TOOL), replaced_results, reply.tokens))
+                slots = jnp.where(role == END, NO_TOKEN, token), role, progress.position, progress.chunk
+                return automaton.enqueue(after, reply, slot), jnp.stack(slots)
 
-            progress, seen = jax.lax.scan(advance, progress, (jnp.arange(own.shape[0]), own, replaced, where))
-            return seen, progress, dialogue.reward(progress.state)
+            progress, slots = jax.lax.scan(
+                advance, progress, (jnp.arange(responses.shape[0]), responses, replaced_results, replace)
+            )
+            return slots, progress, dialogue.reward(progress.state)
 
         self.dialogue = dialogue
-        self.begun = jax.jit(jax.vmap(begun))
-        self._written = jax.jit(jax.vmap(written))
+        self.begin = jax.jit(jax.vmap(begin))
+        self._write = jax.jit(jax.vmap(write))
         self.prefix = jax.jit(jax.vmap(functools.partial(first_slots, dialogue)))
         self.replay = jax.jit(jax.vmap(lambda key, row: automaton.replay(dialogue, key, dialogue.difficulty, row)))
 
-    def written(self, progress, own, replaced=None):
-        """Rows of own tokens `[N, T]`: their slots `[N, T, 4]`, the progress behind them, the reward.
+    def write(self, progress, responses, replaced_results=None):
+        """Returns the slots `[N, T, 4]` of rows with response tokens `[N, T]`, the progress after them, and the reward.
 
-        `replaced` `[N, T, R]` takes the place of tools' results.
+        If `replaced_results` `[N, T, R]` is given, it replaces the results of tools.
         """
-        disturbed = np.full(own.shape, replaced is not None)
-        replaced = np.zeros((*own.shape, self.dialogue.reply_length), np.int32) if replaced is None else replaced
-        return self._written(progress, own, replaced.astype(np.int32), disturbed)
+        disturbed = np.full(responses.shape, replaced_results is not None)
+        replaced_results = (
+            np.zeros((*responses.shape, self.dialogue.reply_length), np.int32)
+            if replaced_results is None
+            else replaced_results
+        )
+        return self._write(progress, responses, replaced_results.astype(np.int32), disturbed)
 
-    def mixed(self, shown, rng, share=0.75):
-        """Own tokens `[N, T]`: demonstrations, in half of which only a share is left and the rest is random."""
-        random = rng.integers(0, self.dialogue.vocabulary, shown.shape)
-        kept = (rng.random(shown.shape) < rng.choice([share, 1.0], (len(shown), 1))) & (np.asarray(shown) >= 0)
-        return np.where(kept, shown, random).astype(np.int32)
+    def random_responses(self, demonstrations, rng, share=0.75):
+        """Returns response tokens `[N, T]`: demonstrations, in half of which only a share of tokens is not random."""
+        random = rng.integers(0, self.dialogue.vocabulary, demonstrations.shape)
+        keep = (rng.random(demonstrations.shape) < rng.choice([share, 1.0], (len(demonstrations), 1))) & (
+            np.asarray(demonstrations) >= 0
+        )
+        return np.where(keep, demonstrations, random).astype(np.int32)
 
-    def plain(self, name, progress, own, lost=(), spoilt=()):
-        """The same rows of the plain loop, and their gold."""
+    def write_plainly(self, name, progress, responses, lost_results=(), replaced_by_slot=()):
+        """Returns the same rows by the plain loop, and their gold rewards."""
         states, queues, dialogue = *jax.device_get((progress.state, progress.queue)), self.dialogue
         rows, golds = [], []
-        for n in range(len(own)):
+        for n in range(len(responses)):
             prompt = [dialogue.words[token] for token in queues[n] if token >= 0]
             rules = plain_dialogues.RULES[name](dialogue, jax.tree.map(lambda leaf, n=n: leaf[n], states), prompt)
-            disturbed = {"lost": lost[n], "spoilt": spoilt[n]} if lost else {}
-            rows.append(plain_dialogues.row(rules, prompt, dialogue.words, own[n], own.shape[1], **disturbed))
+            disturbed = {"lost": lost_results[n], "spoilt": replaced_by_slot[n]} if lost_results else {}
+            rows.append(
+                plain_dialogues.row(rules, prompt, dialogue.words, responses[n], responses.shape[1], **disturbed)
+            )
             golds.append(rules.gold())
         return np.array(rows), np.array(golds)
 
@@ -102,50 +112,52 @@ def programs(name):
     return Programs(named(name, **SETTINGS[name]).make())
 
 
-def begun(name, seed):
-    """Keys, rows before their first slot, own tokens for them, and what draws more."""
+def begin_rows(name, seed):
+    """Returns keys, rows before their first slot, demonstrations for them, and a random generator."""
     rng, keys = np.random.default_rng(seed), jax.random.split(jax.random.key(seed), ROWS)
-    progress, shown = programs(name).begun(keys, rng.random(ROWS) < 0.7)
-    return keys, progress, shown, rng
+    progress, demonstrations = programs(name).begin(keys, rng.random(ROWS) < 0.7)
+    return keys, progress, demonstrations, rng
 
 
 @pytest.mark.parametrize("name", plain_dialogues.RULES)
-def test_rows_are_those_of_a_plain_loop(name):
-    made = programs(name)
-    _, progress, shown, rng = begun(name, 0)
-    own = made.mixed(shown, rng)
-    seen, _, reward = made.written(progress, own)
-    rows, golds = made.plain(name, progress, own)
-    np.testing.assert_array_equal(seen, rows)
+def test_rows_equal_those_of_a_plain_loop(name):
+    program = programs(name)
+    _, progress, demonstrations, rng = begin_rows(name, 0)
+    responses = program.random_responses(demonstrations, rng)
+    slots, _, reward = program.write(progress, responses)
+    rows, golds = program.write_plainly(name, progress, responses)
+    np.testing.assert_array_equal(slots, rows)
     np.testing.assert_allclose(reward["gold"], golds, atol=1e-6)
     assert {POLICY, PROMPT, END} <= set(rows[..., 1].ravel())
     assert 0 < (golds == 1).mean() < 1
-    assert (TOOL in rows[..., 1]) == bool(made.dialogue.result_error)
+    assert (TOOL in rows[..., 1]) == bool(program.dialogue.result_error)
 
 
 @pytest.mark.parametrize("name", ["hop", "calculator"])
-def test_results_that_are_lost_or_spoilt(name):
-    made = programs(name)
-    _, progress, shown, rng = begun(name, 1)
-    own, dialogue = made.mixed(shown, rng, share=0.9), made.dialogue
-    size = (*own.shape, dialogue.reply_length)
-    # A third of the results is lost, a third is an error, and a third is of tokens drawn, however many.
-    kind, some = rng.integers(0, 3, own.shape), rng.choice(dialogue.result_tokens, size)
-    some = np.where(np.arange(size[-1]) < rng.integers(1, size[-1] + 1, own.shape)[..., None], some, NO_TOKEN)
+def test_rows_with_lost_or_replaced_results_equal_a_plain_loop(name):
+    program = programs(name)
+    _, progress, demonstrations, rng = begin_rows(name, 1)
+    responses, dialogue = program.random_responses(demonstrations, rng, share=0.9), program.dialogue
+    size = (*responses.shape, dialogue.reply_length)
+    # A third of the results is lost, a third is an error, and a third has random tokens, of random number.
+    kind, random_result = rng.integers(0, 3, responses.shape), rng.choice(dialogue.result_tokens, size)
+    random_result = np.where(
+        np.arange(size[-1]) < rng.integers(1, size[-1] + 1, responses.shape)[..., None], random_result, NO_TOKEN
+    )
     error = np.pad(dialogue.result_error, (0, size[-1] - len(dialogue.result_error)), constant_values=NO_TOKEN)
-    replaced = np.where((kind == 0)[..., None], NO_TOKEN, np.where((kind == 1)[..., None], error, some))
-    seen, after, reward = made.written(progress, own, replaced)
-    lost = [set(np.flatnonzero(row == 0)) for row in kind]
-    spoilt = [{slot: [t for t in line if t >= 0] for slot, line in enumerate(row)} for row in replaced]
-    rows, golds = made.plain(name, progress, own, lost, spoilt)
-    np.testing.assert_array_equal(seen, rows)
+    replaced = np.where((kind == 0)[..., None], NO_TOKEN, np.where((kind == 1)[..., None], error, random_result))
+    slots, progress_after, reward = program.write(progress, responses, replaced)
+    lost_results = [set(np.flatnonzero(row == 0)) for row in kind]
+    replaced_by_slot = [{slot: [t for t in line if t >= 0] for slot, line in enumerate(row)} for row in replaced]
+    rows, golds = program.write_plainly(name, progress, responses, lost_results, replaced_by_slot)
+    np.testing.assert_array_equal(slots, rows)
     np.testing.assert_array_equal(reward["gold"], golds)
-    assert np.asarray(after.over).mean() > 0.3, "dialogues end well all the same"
+    assert np.asarray(progress_after.over).mean() > 0.3, "many dialogues still end"
 
 
 @dataclass(frozen=True)
 class Chunks(Dialogue):
-    """Three tokens of one's own in each of three chunks, begun by the tokens 3 4 and the last own one."""
+    """Three response tokens in each of three chunks; a chunk begins with the tokens 3 4 and the last response token."""
 
     vocabulary, length, reply_length, prompt_length, words = 5, 16, 3, 2, tuple("01234")
 
@@ -154,15 +166,15 @@ class Chunks(Dialogue):
         return (zero, zero + 2, zero), self.prompt(jnp.array([3, 4]))
 
     def respond(self, state, token):
-        own, left, chunk = state
-        prompted = left > 0
-        full = ~prompted & (own == 2)
+        written, prompt_left, chunk = state
+        prompted = prompt_left > 0
+        full = ~prompted & (written == 2)
         last = full & (chunk == 2)
         following = self.prompt(jnp.stack([jnp.int32(3), jnp.int32(4), token]), fresh=True)
-        after = jnp.where(prompted | full, 0, own + 1)
-        left = jnp.where(full, 3, jnp.maximum(left - 1, 0))
+        after = jnp.where(prompted | full, 0, written + 1)
+        prompt_left = jnp.where(full, 3, jnp.maximum(prompt_left - 1, 0))
         reply = self.choose(full, following, self.own())
-        return (after, left, chunk + full.astype(jnp.int32)), self.choose(last, self.end(), reply)
+        return (after, prompt_left, chunk + full.astype(jnp.int32)), self.choose(last, self.end(), reply)
 
     def reward(self, state):
         return {"gold": (state[2] == 3).astype(jnp.float32)}
@@ -170,16 +182,16 @@ class Chunks(Dialogue):
 
 class ChunkRules:
     def __init__(self):
-        self.own, self.left, self.chunk = 0, 0, 0
+        self.written, self.prompt_left, self.chunk = 0, 0, 0
 
     def respond(self, word):
-        if self.left:
-            self.left -= 1
+        if self.prompt_left:
+            self.prompt_left -= 1
             return None
-        self.own += 1
-        if self.own < 3:
+        self.written += 1
+        if self.written < 3:
             return None
-        self.own, self.left, self.chunk = 0, 3, self.chunk + 1
+        self.written, self.prompt_left, self.chunk = 0, 3, self.chunk + 1
         return plain_dialogues.OVER if self.chunk == 3 else (["3", "4", word],)
 
 
@@ -189,74 +201,78 @@ def chunks():
 
 
 @pytest.mark.parametrize("length", [9, 20])
-def test_chunks_begin_afresh_and_rows_are_cut(length):
-    own = np.random.default_rng(2).integers(0, 5, (8, length)).astype(np.int32)
-    begin = jax.vmap(lambda key: automaton.begin(Chunks(), key, 0.0))
-    seen, progress, reward = chunks().written(begin(jax.random.split(jax.random.key(0), 8)), own)
-    rows = [plain_dialogues.row(ChunkRules(), ["3", "4"], Chunks.words, line, length) for line in own]
-    np.testing.assert_array_equal(seen, rows)
-    # 2 given and 3 own, then twice 3 given and 3 own: 17 slots.
-    assert np.asarray(seen)[0, :, 3].tolist() == ([0] * 5 + [5] * 6 + [11] * 6 + [11] * 3)[:length]
+def test_chunks_restart_positions_and_rows_are_truncated(length):
+    responses = np.random.default_rng(2).integers(0, 5, (8, length)).astype(np.int32)
+    begin_all = jax.vmap(lambda key: automaton.begin(Chunks(), key, 0.0))
+    slots, progress, reward = chunks().write(begin_all(jax.random.split(jax.random.key(0), 8)), responses)
+    rows = [plain_dialogues.row(ChunkRules(), ["3", "4"], Chunks.words, line, length) for line in responses]
+    np.testing.assert_array_equal(slots, rows)
+    # Two prompt and three response tokens, then twice three prompt and three response tokens: 17 slots.
+    assert np.asarray(slots)[0, :, 3].tolist() == ([0] * 5 + [5] * 6 + [11] * 6 + [11] * 3)[:length]
     assert (np.asarray(progress.over) == (length >= 17)).all()
     assert (np.asarray(reward["gold"]) == (length >= 17)).all()
 
 
-def test_after_the_end_nothing_changes():
-    made = programs("hop")
-    _, progress, shown, rng = begun("hop", 3)
-    own = made.mixed(shown, rng, share=1.0)
-    seen, after, _ = made.written(progress, own)
-    other = np.where(seen[..., 1] == END, rng.integers(0, made.dialogue.vocabulary, own.shape), own).astype(np.int32)
-    assert (other != own).any()
-    again, later, _ = made.written(progress, other)
-    np.testing.assert_array_equal(seen, again)
-    jax.tree.map(np.testing.assert_array_equal, after, later)
+def test_tokens_after_the_end_change_nothing():
+    program = programs("hop")
+    _, progress, demonstrations, rng = begin_rows("hop", 3)
+    responses = program.random_responses(demonstrations, rng, share=1.0)
+    slots, after, _ = program.write(progress, responses)
+    changed = np.where(
+        slots[..., 1] == END, rng.integers(0, program.dialogue.vocabulary, responses.shape), responses
+    ).astype(np.int32)
+    assert (changed != responses).any()
+    slots_again, after_again, _ = program.write(progress, changed)
+    np.testing.assert_array_equal(slots, slots_again)
+    jax.tree.map(np.testing.assert_array_equal, after, after_again)
 
 
 @pytest.mark.parametrize("name", plain_dialogues.RULES)
-def test_replaying_is_writing_again(name):
-    made = programs(name)
-    keys, progress, shown, rng = begun(name, 4)
-    assert made.replay(keys, shown).agrees.all(), "demonstrations are rows that the dialogue knows"
-    seen, _, reward = made.written(progress, made.mixed(shown, rng))
-    replayed = made.replay(keys, seen[..., 0])
+def test_replay_accepts_exactly_the_rows_that_were_written(name):
+    program = programs(name)
+    keys, progress, demonstrations, rng = begin_rows(name, 4)
+    assert program.replay(keys, demonstrations).agrees.all(), "demonstrations are valid rows"
+    slots, _, reward = program.write(progress, program.random_responses(demonstrations, rng))
+    replayed = program.replay(keys, slots[..., 0])
     assert replayed.agrees.all()
-    for column, there in enumerate(("role", "position", "chunk"), 1):
-        np.testing.assert_array_equal(seen[..., column], getattr(replayed, there))
+    for column, field in enumerate(("role", "position", "chunk"), 1):
+        np.testing.assert_array_equal(slots[..., column], getattr(replayed, field))
     jax.tree.map(np.testing.assert_array_equal, reward, replayed.reward)
 
-    tokens, roles, vocabulary = np.asarray(seen[..., 0]), np.asarray(seen[..., 1]), made.dialogue.vocabulary
+    tokens, roles, vocabulary = np.asarray(slots[..., 0]), np.asarray(slots[..., 1]), program.dialogue.vocabulary
     differing = {
-        "a given token": np.where(roles == PROMPT, (tokens + 1) % vocabulary, tokens),
+        "a prompt token": np.where(roles == PROMPT, (tokens + 1) % vocabulary, tokens),
         "a result": np.where(roles == TOOL, (tokens + 1) % vocabulary, tokens),
-        "an own token that there is not": np.where(roles == POLICY, vocabulary, tokens),
-        "no own token": np.where(roles == POLICY, NO_TOKEN, tokens),
+        "a response token beyond the vocabulary": np.where(roles == POLICY, vocabulary, tokens),
+        "a missing response token": np.where(roles == POLICY, NO_TOKEN, tokens),
         "a token after the end": np.where(roles == END, 0, tokens),
     }
-    for what, rows in differing.items():
-        np.testing.assert_array_equal(made.replay(keys, rows).agrees, (rows == tokens).all(1), err_msg=what)
+    for case, rows in differing.items():
+        np.testing.assert_array_equal(program.replay(keys, rows).agrees, (rows == tokens).all(1), err_msg=case)
 
 
 @pytest.mark.parametrize("name", plain_dialogues.RULES)
-def test_a_prefix_is_the_first_slots(name):
-    made = programs(name)
-    _, progress, shown, rng = begun(name, 5)
-    seen, _, _ = made.written(progress, made.mixed(shown, rng))
-    prefix = made.prefix(progress)
-    slots = made.dialogue.prompt_length
+def test_the_prefix_equals_the_first_slots_of_rows(name):
+    program = programs(name)
+    _, progress, demonstrations, rng = begin_rows(name, 5)
+    row_slots, _, _ = program.write(progress, program.random_responses(demonstrations, rng))
+    prefix = program.prefix(progress)
+    slots = program.dialogue.prompt_length
     assert (prefix.role == PROMPT).all()
-    for column, there in enumerate(("token", "role", "position", "chunk")):
-        np.testing.assert_array_equal(seen[:, :slots, column], getattr(prefix, there))
-    # And a row goes on behind it as if it had been written slot by slot: one prompt token is left, or none is.
-    waiting = np.asarray(progress.queue >= 0).sum(1) - slots
-    np.testing.assert_array_equal(np.asarray(prefix.progress.queue >= 0).sum(1), waiting)
-    np.testing.assert_array_equal(prefix.progress.state.prompt_left, waiting)
+    for column, field in enumerate(("token", "role", "position", "chunk")):
+        np.testing.assert_array_equal(row_slots[:, :slots, column], getattr(prefix, field))
+    # A row continues after the prefix as if written slot by slot: at most one prompt token is left.
+    prompt_left = np.asarray(progress.queue >= 0).sum(1) - slots
+    np.testing.assert_array_equal(np.asarray(prefix.progress.queue >= 0).sum(1), prompt_left)
+    np.testing.assert_array_equal(prefix.progress.state.prompt_left, prompt_left)
 
 
-def test_a_disturbed_prompt_is_what_is_given():
-    made = programs("hop")
-    _, progress, _, _ = begun("hop", 6)
-    disturbed = jnp.full((ROWS, 1), 0) + jnp.array([made.dialogue.token["2"], made.dialogue.token["f"]], jnp.int32)
-    prefix = made.prefix(progress.replace(queue=disturbed))
-    assert made.dialogue.text(prefix.token[7]) == "2 f"
+def test_a_disturbed_prompt_appears_in_the_row():
+    program = programs("hop")
+    _, progress, _, _ = begin_rows("hop", 6)
+    disturbed = jnp.full((ROWS, 1), 0) + jnp.array(
+        [program.dialogue.token["2"], program.dialogue.token["f"]], jnp.int32
+    )
+    prefix = program.prefix(progress.replace(queue=disturbed))
+    assert program.dialogue.text(prefix.token[7]) == "2 f"
     jax.tree.map(np.testing.assert_array_equal, prefix.progress.state.table, progress.state.table)

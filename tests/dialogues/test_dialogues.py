@@ -1,4 +1,4 @@
-"""The built-in dialogues: what they draw and hold out, what their demonstrations earn, and what they refuse."""
+"""Tests the built-in dialogues: sampled and held-out tasks, rewards of demonstrations, changed prompts, and errors."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -25,11 +25,11 @@ KEYS = jax.random.split(jax.random.key(7), ROWS)
 
 @functools.cache
 def reset(dialogue):
-    """States and prompts of `ROWS` rows, by difficulty."""
+    """Returns a jitted function of keys and difficulty: the states and prompts of rows."""
     return jax.jit(jax.vmap(dialogue.reset, (0, None)))
 
 
-def drawn(dialogue, difficulty=None):
+def sampled(dialogue, difficulty=None):
     state, prompt = reset(dialogue)(KEYS, dialogue.difficulty if difficulty is None else difficulty)
     return jax.device_get((state, prompt.tokens))
 
@@ -38,39 +38,39 @@ def words(dialogue, prompt):
     return tuple(dialogue.words[token] for token in prompt if token >= 0)
 
 
-def rules(name, dialogue, state, prompts, what):
-    """Of each row what `what(rules, dialogue, state, words)` makes of it, in plain Python."""
-    found = []
+def apply_rules(name, dialogue, state, prompts, function):
+    """Returns the results of `function(rules, dialogue, state, words)` for each row, in plain Python."""
+    results = []
     for n, prompt in enumerate(prompts):
-        one = jax.tree.map(lambda leaf, n=n: leaf[n], state)
-        found.append(what(plain_dialogues.RULES[name], dialogue, one, words(dialogue, prompt)))
-    return found
+        row_state = jax.tree.map(lambda leaf, n=n: leaf[n], state)
+        results.append(function(plain_dialogues.RULES[name], dialogue, row_state, words(dialogue, prompt)))
+    return results
 
 
 def tasks(name, dialogue, difficulty=None):
-    """The tasks of `ROWS` rows."""
-    state, prompts = drawn(dialogue, difficulty)
-    return rules(name, dialogue, state, prompts, lambda of, *row: of.task(*row))
+    """Returns the tasks of `ROWS` rows."""
+    state, prompts = sampled(dialogue, difficulty)
+    return apply_rules(name, dialogue, state, prompts, lambda row_rules, *row: row_rules.task(*row))
 
 
 @functools.cache
-def replayed(name, held=False):
-    """Demonstrations, right ones in even rows, and what the dialogue sees in them."""
+def replayed_demonstrations(name, held_out=False):
+    """Returns demonstrations, right ones in even rows, and their replay by the dialogue."""
     dialogue = named(name).make()
-    dialogue = dialogue.held_out() if held else dialogue
+    dialogue = dialogue.held_out() if held_out else dialogue
 
-    def one(key, right):
+    def replay_one(key, right):
         row = dialogue.demonstration(key, dialogue.difficulty, right)
         return row, automaton.replay(dialogue, key, dialogue.difficulty, row)
 
-    return dialogue, *jax.device_get(jax.jit(jax.vmap(one))(KEYS, jnp.arange(ROWS) % 2 == 0))
+    return dialogue, *jax.device_get(jax.jit(jax.vmap(replay_one))(KEYS, jnp.arange(ROWS) % 2 == 0))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_demonstrations_earn_what_they_show(name):
-    dialogue, rows, seen = replayed(name)
-    gold = seen.reward["gold"]
-    assert seen.agrees.all()
+def test_right_demonstrations_earn_one_and_wrong_ones_less(name):
+    dialogue, rows, replay = replayed_demonstrations(name)
+    gold = replay.reward["gold"]
+    assert replay.agrees.all()
     assert rows.shape == (ROWS, dialogue.length)
     assert rows.max() < dialogue.vocabulary
     assert (gold[::2] == 1).all()
@@ -78,13 +78,13 @@ def test_demonstrations_earn_what_they_show(name):
     assert ((gold >= 0) & (gold <= 1)).all()
     if name != "preference":
         assert (gold[1::2] == 0).all()
-        assert (seen.reward["answered"] == 1).all(), "wrong ones have the manner"
+        assert (replay.reward["answered"] == 1).all(), "wrong demonstrations have the right form"
 
 
-def test_right_ones_call_as_often_as_there_are_hops():
-    _, _, seen = replayed("hop")
-    calls = (seen.role == TOOL).sum(1) / 2
-    # Uniform over 1, 2, 3: mean 2, variance 2/3.
+def test_right_demonstrations_call_once_per_hop():
+    _, _, replay = replayed_demonstrations("hop")
+    calls = (replay.role == TOOL).sum(1) / 2
+    # The number of hops is uniform over 1, 2, 3: mean 2, variance 2/3.
     assert abs(calls[::2].mean() - 2) < 4 * np.sqrt(2 / 3 / (ROWS // 2))
     assert (calls[1::2] == 0).all()
 
@@ -96,65 +96,65 @@ def test_demonstrations_of_hop_begin_with_the_scratch_text():
     for right in (True, False):
         for key in KEYS[:5]:
             rows = [dialogue.demonstration(key, 3.0, right) for dialogue in (plain, scratched)]
-            without, shown = (
+            without, with_scratch = (
                 dialogue.text(row).split() for dialogue, row in zip((plain, scratched), rows, strict=True)
             )
-            assert shown == [*without[:2], "hm", "hm", "hm", *without[2:]]
-            seen = automaton.replay(scratched, key, 3.0, rows[1])
-            assert bool(seen.agrees)
-            assert float(seen.reward["gold"]) == float(right)
+            assert with_scratch == [*without[:2], "hm", "hm", "hm", *without[2:]]
+            replay = automaton.replay(scratched, key, 3.0, rows[1])
+            assert bool(replay.agrees)
+            assert float(replay.reward["gold"]) == float(right)
 
 
-def test_guesses_are_uniform_over_the_other_entities():
-    dialogue, rows, _ = replayed("hop")
+def test_wrong_demonstrations_guess_uniformly():
+    dialogue, rows, _ = replayed_demonstrations("hop")
     guesses = rows[1::2, 3]
     counts = np.bincount(guesses, minlength=dialogue.entities)
-    assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < 25  # chi-squared of 5 degrees, p = 1e-4
+    assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < 25  # chi-squared with 5 degrees of freedom, p = 1e-4
 
 
 @pytest.mark.parametrize(
     ("difficulty", "shares"),
     [(1.0, [1, 0, 0, 0]), (3.0, [1 / 3, 1 / 3, 1 / 3, 0]), (2.5, [5 / 12, 5 / 12, 1 / 6, 0]), (4.0, [1 / 4] * 4)],
 )
-def test_hops_are_uniform_and_mixed_between_whole_difficulties(difficulty, shares):
+def test_hops_are_uniform_and_mixed_between_integer_difficulties(difficulty, shares):
     dialogue = named("hop").make()
-    _, prompts = drawn(dialogue, difficulty)
-    found = np.bincount(prompts[:, 0] - dialogue.token["1"], minlength=4) / ROWS
-    np.testing.assert_allclose(found, shares, atol=0.045)  # four standard errors
-    assert (found[np.equal(shares, 0)] == 0).all()
+    _, prompts = sampled(dialogue, difficulty)
+    result = np.bincount(prompts[:, 0] - dialogue.token["1"], minlength=4) / ROWS
+    np.testing.assert_allclose(result, shares, atol=0.045)  # four standard errors
+    assert (result[np.equal(shares, 0)] == 0).all()
 
 
 @pytest.mark.parametrize(("name", "mean"), [("chain", 2.6), ("calculator", (0.4 * 1.5 + 0.6 * 2))])
-def test_sizes_between_whole_difficulties(name, mean):
-    state, _ = drawn(named(name).make(), 2.6)
+def test_sizes_are_mixed_between_integer_difficulties(name, mean):
+    state, _ = sampled(named(name).make(), 2.6)
     sizes = state.steps if name == "chain" else state.prompt_left // 2 - 1
     assert set(sizes) == ({2, 3} if name == "chain" else {1, 2, 3})
     assert abs(sizes.mean() - mean) < 0.08
 
 
-def test_a_harder_hop_goes_on_where_the_easier_one_ended():
+def test_harder_hops_continue_the_easier_ones():
     dialogue = named("hop", rare_share=0.02).make()
-    easy, easy_prompts = drawn(dialogue, 1.0)
-    hard, hard_prompts = drawn(dialogue, 4.0)
-    # But where one of the two is held out and drawn once more; in one row in four they are the same task.
+    easy, easy_prompts = sampled(dialogue, 1.0)
+    hard, hard_prompts = sampled(dialogue, 4.0)
+    # Tables differ where one of the two was held out and sampled again; in one row in four the two tasks are the same.
     same = (easy.table == hard.table).all(1) & (easy_prompts[:, 1] == hard_prompts[:, 1])
     assert abs(same.mean() - (1 + 3 * (7 / 8) ** 2) / 4) < 0.03
     hops = hard_prompts[:, 0] - dialogue.token["1"] + 1
     for table, start, n, goal in zip(hard.table, hard_prompts[:, 1], hops, hard.goal, strict=True):
-        place = start
+        entity = start
         for _ in range(n):
-            place = table[place] % dialogue.entities
-        assert place == goal
+            entity = table[entity] % dialogue.entities
+        assert entity == goal
     rare = hard.table >= dialogue.entities
     assert abs(rare.mean() - 0.02) < 4 * np.sqrt(0.02 * 0.98 / rare.size)
     successors = np.sort(hard.table % dialogue.entities, 1)
     np.testing.assert_array_equal(successors, np.broadcast_to(np.arange(6), (ROWS, 6)))
 
 
-def test_a_harder_chain_has_the_same_beginning():
+def test_harder_chains_begin_as_the_easier_ones():
     dialogue = named("chain").make()
-    easy, easy_prompts = drawn(dialogue, 3.0)
-    hard, hard_prompts = drawn(dialogue, 8.0)
+    easy, easy_prompts = sampled(dialogue, 3.0)
+    hard, hard_prompts = sampled(dialogue, 8.0)
     same = (easy_prompts[:, :4] == hard_prompts[:, :4]).all(1)
     assert abs(same.mean() - (7 / 8) ** 2) < 0.05
     np.testing.assert_array_equal(easy.path[same, :4], hard.path[same, :4])
@@ -165,90 +165,99 @@ def test_a_harder_chain_has_the_same_beginning():
     assert not np.array_equal(named("chain", tables=1).make().table, dialogue.table)
 
 
-def test_numbers_of_a_calculation():
+def test_calculations_have_the_target_and_uniform_digits():
     dialogue = named("calculator", operators="*", digits=4, difficulty=4.0, length=64).make()
-    state, prompts = drawn(dialogue)
+    state, prompts = sampled(dialogue)
     texts = [dialogue.text(prompt).replace(" ", "") for prompt in prompts]
     sizes = set()
-    for text, wanted in zip(texts, state.target, strict=True):
+    for text, target in zip(texts, state.target, strict=True):
         first, second = text.removesuffix("=").split("*")
-        assert int(first) * int(second) == wanted
+        assert int(first) * int(second) == target
         assert len(first) == len(second)
         assert len(first) == 1 or "0" not in (first[0], second[0])
         sizes.add(len(first))
     assert sizes == {1, 2, 3, 4}
 
 
-def test_topics_are_different_ones():
+def test_topics_of_a_prompt_differ():
     dialogue = named("preference").make()
-    _, prompts = drawn(dialogue, 2.0)
+    _, prompts = sampled(dialogue, 2.0)
     assert (prompts[:, 1] != prompts[:, 2]).all()
-    assert (drawn(dialogue, 1.0)[1][:, 2] == dialogue.words.index("with")).all()
+    assert (sampled(dialogue, 1.0)[1][:, 2] == dialogue.words.index("with")).all()
 
 
 @pytest.mark.parametrize(("extras", "forbidden"), [(2, 1), (0, 1), (4, 0), (0, 0)])
-def test_words_asked_for_and_forbidden(extras, forbidden):
+def test_prompts_have_the_numbers_of_extra_and_forbidden_words(extras, forbidden):
     dialogue = named("preference", extras=extras, forbidden=forbidden).make()
     topics = {word: topic for topic, belonging in plain_dialogues.BELONGING.items() for word in belonging.split()}
-    found = set()
+    lengths = set()
     for difficulty in (1.0, 2.0):
-        for prompt in drawn(dialogue, difficulty)[1]:
+        for prompt in sampled(dialogue, difficulty)[1]:
             text = dialogue.text(prompt)
-            asked, _, without = text.removeprefix("about ").partition(" without ")
-            about, _, beside = asked.partition(" with ")
-            others = beside.split() + without.split()
-            assert (len(about.split()), len(beside.split()), len(without.split())) == (difficulty, extras, forbidden)
-            assert len({*about.split(), *others}) == difficulty + len(others)
-            assert not {topics[word] for word in others} & set(about.split())
-            found.add(len(text.split()))
-    assert (min(found), max(found)) == (dialogue.prompt_length, dialogue.reply_length)
+            requested, _, avoided = text.removeprefix("about ").partition(" without ")
+            topic_words, _, extra_words = requested.partition(" with ")
+            other_words = extra_words.split() + avoided.split()
+            assert (len(topic_words.split()), len(extra_words.split()), len(avoided.split())) == (
+                difficulty,
+                extras,
+                forbidden,
+            )
+            assert len({*topic_words.split(), *other_words}) == difficulty + len(other_words)
+            assert not {topics[word] for word in other_words} & set(topic_words.split())
+            lengths.add(len(text.split()))
+    assert (min(lengths), max(lengths)) == (dialogue.prompt_length, dialogue.reply_length)
 
 
-def test_there_are_many_prompts():
+def test_preference_has_hundreds_of_prompts():
     dialogue = named("preference").make()
-    found = {*tasks("preference", dialogue), *tasks("preference", dialogue.held_out())}
-    wanted, forbidden = zip(*found, strict=True)
-    assert {len(words) for words in wanted} == {5}
+    prompts = {*tasks("preference", dialogue), *tasks("preference", dialogue.held_out())}
+    requested, forbidden = zip(*prompts, strict=True)
+    assert {len(words) for words in requested} == {5}
     assert {len(words) for words in forbidden} == {1}
-    assert 800 < len(found) <= 1008
+    assert 800 < len(prompts) <= 1008
 
 
-def test_good_answers_are_longer_and_flatter_more():
-    _, rows, seen = replayed("preference")
-    lengths, markers = (rows >= 0).sum(1), seen.reward["markers"]
+def test_right_preference_answers_are_longer_with_more_markers():
+    _, rows, replay = replayed_demonstrations("preference")
+    lengths, markers = (rows >= 0).sum(1), replay.reward["markers"]
     assert lengths[::2].mean() > lengths[1::2].mean() + 1
     assert abs(markers[::2].mean() - 0.8) < 0.05
     assert abs(markers[1::2].mean() - 0.2) < 0.05
-    slips, coverage = seen.reward["slips"], seen.reward["coverage"][1::2]
+    slips, coverage = replay.reward["slips"], replay.reward["coverage"][1::2]
     assert (slips[::2] == 0).all()
     assert abs(slips[1::2].mean() - 0.5) < 0.07
     assert [float(q) for q in np.unique(coverage.round(3))] == pytest.approx([0, 0.2, 0.4, 0.6, 0.8], abs=1e-3)
-    np.testing.assert_allclose(seen.reward["gold"][1::2], np.maximum(coverage - 0.25 * slips[1::2], 0), atol=1e-6)
+    np.testing.assert_allclose(replay.reward["gold"][1::2], np.maximum(coverage - 0.25 * slips[1::2], 0), atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["hop", "calculator"])
-def test_rare_tokens_mean_the_same(name):
-    dialogue, rows, seen = replayed(name)
+def test_rare_tokens_mean_the_same_as_their_common_ones(name):
+    dialogue, rows, replay = replayed_demonstrations(name)
     twin = np.arange(dialogue.vocabulary)
     for common, rare in dialogue.rare:
         twin[common] = rare
-    given = (seen.role != 0) | (rows < 0)
-    unfamiliar = np.where(given, rows, twin[rows])
-    judge = jax.jit(jax.vmap(lambda key, row: automaton.replay(dialogue, key, dialogue.difficulty, row)))
-    again = judge(KEYS, unfamiliar)
-    assert (unfamiliar != rows).any(1)[::2].all()
-    assert again.agrees.all()
-    np.testing.assert_array_equal(again.reward["gold"], seen.reward["gold"])
+    fixed = (replay.role != 0) | (rows < 0)
+    with_rare = np.where(fixed, rows, twin[rows])
+    replay_rows = jax.jit(jax.vmap(lambda key, row: automaton.replay(dialogue, key, dialogue.difficulty, row)))
+    replay_with_rare = replay_rows(KEYS, with_rare)
+    assert (with_rare != rows).any(1)[::2].all()
+    assert replay_with_rare.agrees.all()
+    np.testing.assert_array_equal(replay_with_rare.reward["gold"], replay.reward["gold"])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_fields_say_what_tokens_there_are(name):
+def test_token_fields_of_dialogues_are_within_the_vocabulary(name):
     dialogue = named(name).make()
     assert len(dialogue.words) == len(set(dialogue.words)) == dialogue.vocabulary
     assert len(dialogue.result_error) <= dialogue.reply_length
-    known = set(range(dialogue.vocabulary))
-    assert {*dialogue.result_error, *dialogue.result_tokens, *dialogue.prompt_tokens, *sum(dialogue.rare, ())} <= known
-    _, prompts = drawn(dialogue, dialogue.difficulties[1])
+    vocabulary = set(range(dialogue.vocabulary))
+    assert {
+        *dialogue.result_error,
+        *dialogue.result_tokens,
+        *dialogue.prompt_tokens,
+        *sum(dialogue.rare, ()),
+    } <= vocabulary
+    _, prompts = sampled(dialogue, dialogue.difficulties[1])
     assert ((prompts >= 0).sum(1) >= dialogue.prompt_length).all()
     assert dialogue == named(name).make()
     assert hash(dialogue) == hash(named(name).make())
@@ -256,9 +265,9 @@ def test_fields_say_what_tokens_there_are(name):
     assert fitting(named(name), "dialogue", "grpo").name == name
 
 
-# What is held out
+# Held-out tasks
 
-WHOLE = [
+WHOLE_DIFFICULTIES = [
     (name, float(difficulty))
     for name, most in (("hop", 4), ("calculator", 3), ("chain", 8), ("preference", 2))
     for difficulty in range(1, most + 1)
@@ -266,97 +275,99 @@ WHOLE = [
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("name", "difficulty"), WHOLE)
-def test_no_task_is_both_held_out_and_not(name, difficulty):
+@pytest.mark.parametrize(("name", "difficulty"), WHOLE_DIFFICULTIES)
+def test_held_out_and_training_tasks_are_disjoint(name, difficulty):
     dialogue = named(name).make()
-    kept, other = (set(tasks(name, one, difficulty)) for one in (dialogue.held_out(), dialogue))
-    assert kept
-    assert other
-    assert not kept & other
-    if (name, difficulty) == ("chain", 1.0):  # the smallest world, seen whole
-        assert (len(kept), len(other)) == (3, 21)
+    held_out_tasks, training_tasks = (set(tasks(name, split, difficulty)) for split in (dialogue.held_out(), dialogue))
+    assert held_out_tasks
+    assert training_tasks
+    assert not held_out_tasks & training_tasks
+    if (name, difficulty) == ("chain", 1.0):  # all tasks of the smallest case are sampled
+        assert (len(held_out_tasks), len(training_tasks)) == (3, 21)
 
 
 @functools.cache
 def first_attempts(dialogue):
-    """Rows as they are drawn at first: states, prompts, whether they are held out, and what the hash is told."""
+    """Returns a jitted function: each row's first attempt, whether it is held out, and the numbers that are hashed."""
 
     def reset(key, difficulty):
-        noted = []
+        recorded = []
 
         def first(self, key, count, task):
             uniform = jax.random.uniform(jax.random.fold_in(key, 0), (count,), jnp.float32)
-            noted.append((drawing.is_held_out(task(uniform)), task(uniform)))
+            recorded.append((drawing.is_held_out(task(uniform)), task(uniform)))
             return uniform
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(drawing.Split, "draw_task", first)
-            return *dialogue.reset(key, difficulty), *noted[0]
+            return *dialogue.reset(key, difficulty), *recorded[0]
 
     return jax.jit(jax.vmap(reset, (0, None)))
 
 
-@pytest.mark.parametrize(("name", "difficulty"), WHOLE)
+@pytest.mark.parametrize(("name", "difficulty"), WHOLE_DIFFICULTIES)
 def test_one_task_in_eight_is_held_out(name, difficulty):
-    """Within what chance allows, of the tasks that were drawn and of the rows; four standard errors."""
+    """The share of held-out tasks, and of held-out rows, is within four standard errors of 1/8."""
     dialogue = named(name).make()
-    state, prompt, held, hashed = jax.device_get(first_attempts(dialogue)(KEYS, difficulty))
-    found = rules(name, dialogue, state, prompt.tokens, lambda of, *row: of.task(*row))
-    by_task = dict(zip(found, held, strict=True))
-    same = set(zip(found, map(tuple, hashed.tolist()), strict=True))
-    assert len(same) == len(by_task) == len({numbers for _, numbers in same}), "the hash is of the task and all of it"
+    state, prompt, held_out, hashed = jax.device_get(first_attempts(dialogue)(KEYS, difficulty))
+    task_of_row = apply_rules(name, dialogue, state, prompt.tokens, lambda row_rules, *row: row_rules.task(*row))
+    by_task = dict(zip(task_of_row, held_out, strict=True))
+    tasks_and_hashes = set(zip(task_of_row, map(tuple, hashed.tolist()), strict=True))
+    assert len(tasks_and_hashes) == len(by_task) == len({numbers for _, numbers in tasks_and_hashes}), (
+        "tasks and hashed numbers correspond one to one"
+    )
     error = np.sqrt(7 / 64 / len(by_task))
     assert abs(np.mean(list(by_task.values())) - 1 / 8) < 4 * error
-    assert abs(held.mean() - 1 / 8) < 4 * np.hypot(error, np.sqrt(7 / 64 / ROWS))
+    assert abs(held_out.mean() - 1 / 8) < 4 * np.hypot(error, np.sqrt(7 / 64 / ROWS))
 
 
-@pytest.mark.parametrize(("name", "held"), [(name, held) for name in NAMES for held in (True, False)])
-def test_a_row_is_the_first_attempt_that_is_of_its_split(name, held):
+@pytest.mark.parametrize(("name", "held_out"), [(name, held_out) for name in NAMES for held_out in (True, False)])
+def test_a_row_is_the_first_attempt_in_its_split(name, held_out):
     dialogue = named(name).make()
-    one = dialogue.held_out() if held else dialogue
+    split = dialogue.held_out() if held_out else dialogue
     first, prompt, is_held, _ = jax.device_get(first_attempts(dialogue)(KEYS, dialogue.difficulty))
-    state, prompts = drawn(one)
-    at_once = is_held == held
-    assert abs(at_once.mean() - (1 / 8 if held else 7 / 8)) < 0.05
-    np.testing.assert_array_equal(prompts[at_once], prompt.tokens[at_once])
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[at_once], b[at_once]), state, first)
-    assert (prompts != prompt.tokens).any(1)[~at_once].mean() > 0.5
+    state, prompts = sampled(split)
+    first_attempt_fits = is_held == held_out
+    assert abs(first_attempt_fits.mean() - (1 / 8 if held_out else 7 / 8)) < 0.05
+    np.testing.assert_array_equal(prompts[first_attempt_fits], prompt.tokens[first_attempt_fits])
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[first_attempt_fits], b[first_attempt_fits]), state, first)
+    assert (prompts != prompt.tokens).any(1)[~first_attempt_fits].mean() > 0.5
 
 
 @pytest.mark.parametrize(
     ("name", "difficulty"), [("hop", 3.0), ("hop", 4.0), ("calculator", 3.0), ("chain", 2.5), ("preference", 1.5)]
 )
-def test_both_splits_are_as_hard(name, difficulty):
+def test_both_splits_have_the_same_sizes(name, difficulty):
     dialogue = named(name).make()
     sizes = []
-    for one in (dialogue, dialogue.held_out()):
-        _, prompts = drawn(one, difficulty)
-        found = prompts[:, 0] if name == "hop" else (prompts >= 0).sum(1)
-        sizes.append(np.bincount(found, minlength=32) / ROWS)
+    for split in (dialogue, dialogue.held_out()):
+        _, prompts = sampled(split, difficulty)
+        size = prompts[:, 0] if name == "hop" else (prompts >= 0).sum(1)
+        sizes.append(np.bincount(size, minlength=32) / ROWS)
     assert (sizes[0] > 0).sum() > 1
     np.testing.assert_allclose(sizes[1], sizes[0], atol=0.08)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NAMES)
-def test_demonstrations_of_held_out_tasks(name):
-    dialogue, rows, seen = replayed(name, held=True)
-    assert seen.agrees.all()
-    assert (seen.reward["gold"][::2] == 1).all()
-    assert (seen.reward["gold"][1::2] < 1).all()
-    state, prompts = drawn(dialogue)
+def test_demonstrations_of_held_out_tasks_are_right(name):
+    dialogue, rows, replay = replayed_demonstrations(name, held_out=True)
+    assert replay.agrees.all()
+    assert (replay.reward["gold"][::2] == 1).all()
+    assert (replay.reward["gold"][1::2] < 1).all()
+    state, prompts = sampled(dialogue)
     size = prompts.shape[1]
     np.testing.assert_array_equal(np.where(prompts >= 0, rows[:, :size], NO_TOKEN), prompts)
-    trained, other, _ = replayed(name)
-    assert trained.held_out() == dialogue
-    assert (rows != other).any(1).mean() > 0.9
-    if name == "hop":  # whose table only calls show
+    training_dialogue, training_rows, _ = replayed_demonstrations(name)
+    assert training_dialogue.held_out() == dialogue
+    assert (rows != training_rows).any(1).mean() > 0.9
+    if name == "hop":  # only calls show its table
         names = [token % dialogue.entities for token in state.table.T]
         for n in range(0, ROWS, 2):
             assert rows[n, 5] % dialogue.entities == names[rows[n, 3] % dialogue.entities][n]
 
 
-def test_a_split_without_tasks_gives_those_of_the_other_one():
+def test_a_split_without_tasks_falls_back_to_the_other():
     @dataclass(frozen=True)
     class Same(drawing.Split):
         def reset(self, key, difficulty):
@@ -364,123 +375,135 @@ def test_a_split_without_tasks_gives_those_of_the_other_one():
 
     key = jax.random.key(5)
     first, last = (jax.random.uniform(jax.random.fold_in(key, number), (2,)) for number in (0, drawing.ATTEMPTS - 1))
-    wanted = {False: first, True: last} if not drawing.is_held_out(jnp.zeros(1, jnp.int32)) else {True: first}
-    for held, numbers in wanted.items():
-        found = Same().held_out() if held else Same()
-        np.testing.assert_array_equal(jax.jit(found.reset)(key, 0.0)[0], numbers)
+    expected = {False: first, True: last} if not drawing.is_held_out(jnp.zeros(1, jnp.int32)) else {True: first}
+    for held_out, numbers in expected.items():
+        split = Same().held_out() if held_out else Same()
+        np.testing.assert_array_equal(jax.jit(split.reset)(key, 0.0)[0], numbers)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_held_out_is_another_dialogue(name):
+def test_the_held_out_split_is_another_dialogue_without_splits(name):
     dialogue = named(name).make()
-    held = dialogue.held_out()
+    held_out = dialogue.held_out()
     assert dialogue.splits
-    assert not held.splits
-    assert held != dialogue
-    assert {held, dialogue, held.held_out(), named(name).make().held_out()} == {held, dialogue}
-    assert repr(held) != repr(dialogue)
+    assert not held_out.splits
+    assert held_out != dialogue
+    assert {held_out, dialogue, held_out.held_out(), named(name).make().held_out()} == {held_out, dialogue}
+    assert repr(held_out) != repr(dialogue)
     harder = replace(dialogue, difficulty=dialogue.difficulties[1]).held_out()
-    assert structure_of(harder) == structure_of(held) == held
+    assert structure_of(harder) == structure_of(held_out) == held_out
 
 
-def test_what_makes_a_task_another_one_for_the_hash():
-    """Numbers count with their places, those below 0 not at all, and every bit of them."""
+def test_the_hash_of_a_task_depends_on_every_bit_and_position():
+    """Negative numbers are ignored; numbers count with their positions, and every bit of them does."""
     tasks = jnp.array(np.random.default_rng(0).integers(0, 2**12, (4096, 3)), jnp.int32)
-    held = np.asarray(jax.vmap(drawing.is_held_out)(tasks))
-    assert abs(held.mean() - 1 / 8) < 4 * np.sqrt(7 / 64 / len(held))
+    held_out = np.asarray(jax.vmap(drawing.is_held_out)(tasks))
+    assert abs(held_out.mean() - 1 / 8) < 4 * np.sqrt(7 / 64 / len(held_out))
     longer = jnp.pad(tasks, ((0, 0), (0, 2)), constant_values=-1)
-    np.testing.assert_array_equal(jax.vmap(drawing.is_held_out)(longer), held)
-    for other in (tasks[:, ::-1], tasks.at[:, 0].add(1), tasks ^ 1024):
-        again = np.asarray(jax.vmap(drawing.is_held_out)(other))
-        assert abs((held & again).mean() - 1 / 64) < 4 * np.sqrt(1 / 64 / len(held)), "independent of the first"
+    np.testing.assert_array_equal(jax.vmap(drawing.is_held_out)(longer), held_out)
+    for changed in (tasks[:, ::-1], tasks.at[:, 0].add(1), tasks ^ 1024):
+        held_out_again = np.asarray(jax.vmap(drawing.is_held_out)(changed))
+        assert abs((held_out & held_out_again).mean() - 1 / 64) < 4 * np.sqrt(1 / 64 / len(held_out)), (
+            "held out independently of the original task"
+        )
 
 
 # Changed prompts
 
 
 @functools.cache
-def changes(dialogue):
+def change_prompts(dialogue):
     return jax.jit(jax.vmap(dialogue.changed))
 
 
 @functools.cache
-def judge(dialogue):
-    """Gold of rows of tokens, `NO_TOKEN` after the last, from their states on."""
+def judge_rows(dialogue):
+    """Returns a jitted function: gold rewards of rows of tokens that continue states, `NO_TOKEN` after their end."""
 
-    def told(state, row):
+    def gold_of_row(state, row):
         def advance(state, token):
             after = dialogue.respond(state, token)[0]
             return jax.tree.map(lambda new, old: jnp.where(token >= 0, new, old), after, state), None
 
         return dialogue.reward(jax.lax.scan(advance, state, row)[0])["gold"]
 
-    return jax.jit(jax.vmap(told))
+    return jax.jit(jax.vmap(gold_of_row))
 
 
-def gold_of_right_readers(name, dialogue, state, read, given):
-    """Of rows that answer the prompts that were read, after those that were given."""
-    answers = rules(name, dialogue, state, read, lambda of, *row: of(*row).right())
+def gold_of_right_answers(name, dialogue, state, answered_prompts, prompts):
+    """Returns gold of rows that begin with `prompts` and give the right answers to `answered_prompts`."""
+    answers = apply_rules(name, dialogue, state, answered_prompts, lambda row_rules, *row: row_rules(*row).right())
     rows = np.full((ROWS, dialogue.length), NO_TOKEN, np.int32)
-    for row, prompt, answer in zip(rows, given, answers, strict=True):
-        written = [*prompt[prompt >= 0], *map(dialogue.words.index, answer)]
-        row[: len(written)] = written
-    return np.asarray(judge(dialogue)(state, rows))
+    for row, prompt, answer in zip(rows, prompts, answers, strict=True):
+        tokens = [*prompt[prompt >= 0], *map(dialogue.words.index, answer)]
+        row[: len(tokens)] = tokens
+    return np.asarray(judge_rows(dialogue)(state, rows))
 
 
-@pytest.mark.parametrize(("name", "difficulty"), WHOLE)
-def test_one_token_of_a_prompt_is_another_and_its_right_answer_is_right(name, difficulty):
+@pytest.mark.parametrize(("name", "difficulty"), WHOLE_DIFFICULTIES)
+def test_a_changed_prompt_differs_in_one_token_and_has_a_right_answer(name, difficulty):
     dialogue = named(name).make()
-    state, prompts = drawn(dialogue, difficulty)
-    other, changed = jax.device_get(changes(dialogue)(state, prompts, jax.random.split(jax.random.key(1), ROWS)))
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), other) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    state, prompts = sampled(dialogue, difficulty)
+    changed_state, changed = jax.device_get(
+        change_prompts(dialogue)(state, prompts, jax.random.split(jax.random.key(1), ROWS))
+    )
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), changed_state) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), state
+    )
     differs = changed != prompts
     assert (differs.sum(1) == 1).all()
     assert (changed[differs] >= 0).all()
     assert set(changed[differs]) <= set(dialogue.prompt_tokens)
-    assert (gold_of_right_readers(name, dialogue, state, prompts, prompts) == 1).all()
-    assert (gold_of_right_readers(name, dialogue, other, changed, changed) == 1).all()
-    old = gold_of_right_readers(name, dialogue, other, prompts, changed)
-    assert (old < 1).mean() > 0.5, "one who did not read it is mostly wrong"
+    assert (gold_of_right_answers(name, dialogue, state, prompts, prompts) == 1).all()
+    assert (gold_of_right_answers(name, dialogue, changed_state, changed, changed) == 1).all()
+    gold_of_old_answers = gold_of_right_answers(name, dialogue, changed_state, prompts, changed)
+    assert (gold_of_old_answers < 1).mean() > 0.5, "answers to the unchanged prompt are mostly wrong"
     if name in ("hop", "calculator"):
-        assert (old == 0).all()
-    places = differs.sum(0) / ROWS
+        assert (gold_of_old_answers == 0).all()
+    shares = differs.sum(0) / ROWS
     if name == "hop":
-        fewer = differs[:, 0]
-        assert (changed[fewer, 0] < prompts[fewer, 0]).all()
-        several = prompts[:, 0] > dialogue.token["1"]
-        assert fewer[several].mean() == pytest.approx(0.5, abs=0.06) if several.any() else not fewer.any()
+        hops_changed = differs[:, 0]
+        assert (changed[hops_changed, 0] < prompts[hops_changed, 0]).all()
+        several_hops = prompts[:, 0] > dialogue.token["1"]
+        assert (
+            hops_changed[several_hops].mean() == pytest.approx(0.5, abs=0.06)
+            if several_hops.any()
+            else not hops_changed.any()
+        )
     if name == "chain":
         steps = int(difficulty)
-        np.testing.assert_allclose(places[: steps + 1], 1 / (steps + 1), atol=0.05)
-    if name == "calculator":  # the rules refuse a number that begins with 0 and is longer
+        np.testing.assert_allclose(shares[: steps + 1], 1 / (steps + 1), atol=0.05)
+    if name == "calculator":  # the rules refuse longer numbers that begin with 0
         first = prompts[:, 0] == changed[:, 0]
         assert 0.3 < first.mean() < 0.9
     if name == "preference":
         for row in changed:
             topics = [word for word in words(dialogue, row) if word in plain_dialogues.BELONGING]
             assert len(set(topics)) == difficulty
-            one = plain_dialogues.PreferenceRules(dialogue, None, words(dialogue, row))
-            assert not one.wanted & one.forbidden
-        assert places[1] == pytest.approx(1 / (difficulty + 2), abs=0.05)
+            row_rules = plain_dialogues.PreferenceRules(dialogue, None, words(dialogue, row))
+            assert not row_rules.wanted & row_rules.forbidden
+        assert shares[1] == pytest.approx(1 / (difficulty + 2), abs=0.05)
 
 
 @pytest.mark.parametrize(("extras", "forbidden"), [(0, 0), (4, 1), (0, 1)])
-def test_prompts_of_few_or_many_words_are_changed(extras, forbidden):
+def test_prompts_with_any_number_of_words_can_be_changed(extras, forbidden):
     dialogue = named("preference", extras=extras, forbidden=forbidden).make()
     for difficulty in (1.0, 2.0):
-        state, prompts = drawn(dialogue, difficulty)
-        other, changed = jax.device_get(changes(dialogue)(state, prompts, jax.random.split(jax.random.key(2), ROWS)))
+        state, prompts = sampled(dialogue, difficulty)
+        changed_state, changed = jax.device_get(
+            change_prompts(dialogue)(state, prompts, jax.random.split(jax.random.key(2), ROWS))
+        )
         assert ((changed != prompts).sum(1) == 1).all()
-        assert (gold_of_right_readers("preference", dialogue, other, changed, changed) == 1).all()
+        assert (gold_of_right_answers("preference", dialogue, changed_state, changed, changed) == 1).all()
 
 
-def test_every_successor_is_met_on_a_cycle():
+def test_a_cycle_visits_every_entity():
     successor = np.asarray(drawing.cycle(jax.random.uniform(jax.random.key(0), (9,))))
-    place, met = 0, []
+    entity, visited = 0, []
     for _ in range(9):
-        place = successor[place]
-        met.append(place)
-    assert sorted(met) == list(range(9))
+        entity = successor[entity]
+        visited.append(entity)
+    assert sorted(visited) == list(range(9))
 
 
 @pytest.mark.parametrize(
@@ -515,14 +538,14 @@ def test_every_successor_is_met_on_a_cycle():
         ("text", {}, "dialogue 'text' needs the setting 'file'"),
     ],
 )
-def test_wrong_settings(name, settings, message):
+def test_invalid_settings_are_refused_with_a_message(name, settings, message):
     with pytest.raises(ValueError, match=message):
         ja.dialogues.named(name, **settings)
 
 
 @dataclass(frozen=True)
 class Echo(Dialogue):
-    """Say the prompt's token again."""
+    """Repeat the prompt's token."""
 
     flaw: str = ""
     vocabulary: int = 8
@@ -530,13 +553,13 @@ class Echo(Dialogue):
     length, reply_length = 2, 1
 
     def reset(self, key, difficulty):
-        wanted = jax.random.randint(key, (), 0, self.vocabulary)
-        return (wanted, jnp.int32(-1)), self.prompt(wanted[None])
+        target = jax.random.randint(key, (), 0, self.vocabulary)
+        return (target, jnp.int32(-1)), self.prompt(target[None])
 
     def respond(self, state, token):
-        wanted, asked = state
-        reply = self.choose(asked >= 0, self.end(), self.own())
-        after = (wanted, token.astype(jnp.float32) if self.flaw == "another dtype" else token)
+        target, answered = state
+        reply = self.choose(answered >= 0, self.end(), self.own())
+        after = (target, token.astype(jnp.float32) if self.flaw == "another dtype" else token)
         return after, None if self.flaw == "no reply" else reply
 
     def reward(self, state):
@@ -544,37 +567,40 @@ class Echo(Dialogue):
         return {"right" if self.flaw == "no gold" else "gold": right}
 
 
-def test_a_dialogue_of_ones_own(monkeypatch):
+def test_a_custom_dialogue_is_replayed_and_listed(monkeypatch):
     monkeypatch.setitem(registry.dialogues._entries, "echo", Echo)
     dialogue = named("echo").make()
     replay = jax.jit(jax.vmap(lambda key, row: automaton.replay(dialogue, key, 0.0, row)))
     keys = jax.random.split(jax.random.key(0), 16)
     first = np.asarray(jax.vmap(lambda key: dialogue.reset(key, 0.0)[1].tokens[0])(keys))
     rows = np.stack([first, np.where(np.arange(16) < 8, first, (first + 1) % 8)], 1)
-    seen = replay(keys, rows)
-    assert seen.agrees.all()
-    np.testing.assert_array_equal(seen.reward["gold"], np.arange(16) < 8)
+    replayed = replay(keys, rows)
+    assert replayed.agrees.all()
+    np.testing.assert_array_equal(replayed.reward["gold"], np.arange(16) < 8)
     assert dialogue.text(rows[0]) == f"{first[0]} {first[0]}"
     with pytest.raises(NotImplementedError, match="Echo has no demonstrations"):
         dialogue.demonstration(keys[0], 0.0, True)
-    assert "    echo        Say the prompt's token again." in [f"  {line}" for line in listing.tasks()]
+    assert "    echo        Repeat the prompt's token." in [f"  {line}" for line in listing.tasks()]
 
 
 @dataclass(frozen=True)
-class Changing(Echo):
-    """Say the prompt's token again, whichever it has become."""
+class ChangingEcho(Echo):
+    """Repeat the prompt's token, also in changed prompts."""
 
     def changed(self, state, prompt, key):
-        other = (prompt + 1) % self.vocabulary
-        return (other.astype(jnp.float32) if self.flaw == "another change" else other[0], state[1]), other
+        changed_prompt = (prompt + 1) % self.vocabulary
+        return (
+            changed_prompt.astype(jnp.float32) if self.flaw == "another change" else changed_prompt[0],
+            state[1],
+        ), changed_prompt
 
 
-def test_a_dialogue_of_ones_own_may_change_its_prompts(monkeypatch):
-    monkeypatch.setitem(registry.dialogues._entries, "changing", Changing)
+def test_a_custom_dialogue_may_change_its_prompts(monkeypatch):
+    monkeypatch.setitem(registry.dialogues._entries, "changing", ChangingEcho)
     dialogue = named("changing").make()
     state, prompt = dialogue.reset(jax.random.key(0), 0.0)
-    (wanted, _), changed = dialogue.changed(state, prompt.tokens, jax.random.key(0))
-    assert int(wanted) == int(changed[0]) == (int(prompt.tokens[0]) + 1) % 8
+    (target, _), changed = dialogue.changed(state, prompt.tokens, jax.random.key(0))
+    assert int(target) == int(changed[0]) == (int(prompt.tokens[0]) + 1) % 8
     assert not dialogue.splits
     with pytest.raises(ValueError, match="dialogue 'changing' changes a prompt or a state to one that differs"):
         named("changing", flaw="another change").make()
@@ -591,13 +617,13 @@ def test_a_dialogue_of_ones_own_may_change_its_prompts(monkeypatch):
         ({"vocabulary": 0}, "must have a whole number of at least 1 as its vocabulary, not 0"),
     ],
 )
-def test_a_dialogue_whose_functions_do_not_fit(monkeypatch, settings, message):
+def test_inconsistent_custom_dialogues_are_refused_with_a_message(monkeypatch, settings, message):
     monkeypatch.setitem(registry.dialogues._entries, "echo", Echo)
     with pytest.raises(ValueError, match=f"dialogue 'echo' {message}"):
         named("echo", **settings).make()
 
 
-def test_what_a_registered_dialogue_must_be(monkeypatch):
+def test_a_registered_dialogue_must_be_a_frozen_dataclass(monkeypatch):
     monkeypatch.setitem(registry.dialogues._entries, "function", lambda key: key)
     with pytest.raises(ValueError, match="dialogue 'function' must be a frozen dataclass that is derived"):
         DialogueTask.named("function")

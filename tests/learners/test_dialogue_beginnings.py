@@ -1,4 +1,4 @@
-"""What learners on dialogues begin with, and what their rates and scales are: settings, one by one."""
+"""Tests initialisation, warm starts, curricula, schedules and reward scales of dialogue learners."""
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ from jaxaudit.models import gpt2, gpt2_checkpoint
 pytestmark = pytest.mark.long
 
 HOP = Hop(difficulty=1.0, entities=3, hops=2, length=13)
-FEW = {"size": "tiny", "prompts": 2, "group_size": 2, "minibatches": 1, "epochs": 1, "performance_rows": 2}
-FEW |= {"warm_start": 0, "reward_model_warm_start": 0, "telemetry": "basic"}
+SMALL = {"size": "tiny", "prompts": 2, "group_size": 2, "minibatches": 1, "epochs": 1, "performance_rows": 2}
+SMALL |= {"warm_start": 0, "reward_model_warm_start": 0, "telemetry": "basic"}
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +26,8 @@ def tiny(monkeypatch):
     monkeypatch.setitem(gpt2.SIZES, "tiny", gpt2.Size(8, 1, 2))
 
 
-def begun(**settings):
-    learner = ja.learners.ppo_lm(HOP, **FEW | {"reward": "learned"} | settings)
+def initial_state(**settings):
+    learner = ja.learners.ppo_lm(HOP, **SMALL | {"reward": "learned"} | settings)
     return jax.jit(learner.init)(jax.random.key(0), learner.data)
 
 
@@ -35,66 +35,66 @@ def trunk(params):
     return {name: value for name, value in params.items() if name != HEAD}
 
 
-def equal(one, other):
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+def equal(tree_a, tree_b):
+    pairs = zip(jax.tree.leaves(tree_a), jax.tree.leaves(tree_b), strict=True)
     return all(np.array_equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.exhaustive
-def test_value_and_reward_models_begin_as_the_policy_or_at_random_or_as_a_checkpoint(tmp_path):
+def test_value_and_reward_models_begin_as_policy_checkpoint_or_random(tmp_path):
     model = gpt2.GPT2(HOP.vocabulary, HOP.length, gpt2.SIZES["tiny"])
     stored = [gpt2.init_params(model, jax.random.key(seed)) for seed in (1, 2, 3)]
     paths = [str(tmp_path / name) for name in ("policy", "critic", "reward model")]
     for path, params in zip(paths, stored, strict=True):
         gpt2_checkpoint.save(path, params, model)
-    default = begun(checkpoint=paths[0])
+    default = initial_state(checkpoint=paths[0])
     for params in (default.critic.params, default.reward_model):
         assert equal(trunk(params), stored[0])
         assert not jax.tree.leaves(params[HEAD])[0].any()
-    own = begun(checkpoint=paths[0], critic_init=paths[1], reward_model_init=paths[2])
-    assert equal(own.policy.params, stored[0])
-    assert equal(trunk(own.critic.params), stored[1])
-    assert equal(trunk(own.reward_model), stored[2])
-    random = begun(checkpoint=paths[0], critic_init="random", reward_model_init="random")
-    found = [trunk(random.critic.params), trunk(random.reward_model), stored[0]]
-    assert not any(equal(found[i], found[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
-    learner = ja.learners.ppo_lm(HOP, **FEW, checkpoint=paths[0], critic_init=paths[1])
+    separate = initial_state(checkpoint=paths[0], critic_init=paths[1], reward_model_init=paths[2])
+    assert equal(separate.policy.params, stored[0])
+    assert equal(trunk(separate.critic.params), stored[1])
+    assert equal(trunk(separate.reward_model), stored[2])
+    random = initial_state(checkpoint=paths[0], critic_init="random", reward_model_init="random")
+    trunks = [trunk(random.critic.params), trunk(random.reward_model), stored[0]]
+    assert not any(equal(trunks[i], trunks[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
+    learner = ja.learners.ppo_lm(HOP, **SMALL, checkpoint=paths[0], critic_init=paths[1])
     assert set(learner.provenance) == {"checkpoint", "critic_init"}
 
 
 @pytest.mark.exhaustive
-def test_without_a_checkpoint_they_begin_as_the_policy_that_is_warmed_up():
-    state = begun(warm_start=3, warm_start_rows=4)
+def test_value_and_reward_models_begin_as_the_warm_started_policy():
+    state = initial_state(warm_start=3, warm_start_rows=4)
     assert equal(trunk(state.critic.params), state.policy.params)
     assert equal(trunk(state.reward_model), state.policy.params)
-    assert not equal(state.policy.params, begun().policy.params)
+    assert not equal(state.policy.params, initial_state().policy.params)
 
 
-def test_adapters_have_one_checkpoint_for_all():
+def test_critic_init_other_than_policy_is_refused_with_adapters():
     with pytest.raises(ValueError, match="critic_init must be 'policy' with adapters"):
-        ja.learners.ppo_lm(HOP, **FEW, checkpoint="somewhere", lora_rank=2, critic_init="random")
+        ja.learners.ppo_lm(HOP, **SMALL, checkpoint="somewhere", lora_rank=2, critic_init="random")
 
 
 @pytest.mark.exhaustive
-def test_a_reward_model_has_pairs_and_a_rate_of_its_own():
+def test_reward_model_training_depends_on_its_own_settings_only():
     trained = {"reward_model_warm_start": 2, "reward_model_init": "random"}
-    first = begun(**trained, reward_model_pairs=4)
+    first = initial_state(**trained, reward_model_pairs=4)
     others = [
-        begun(**trained, reward_model_pairs=4, warm_start_rows=7, warm_start_learning_rate=0.5),
-        begun(**trained, reward_model_pairs=5),
-        begun(**trained, reward_model_pairs=4, reward_model_learning_rate=0.5),
+        initial_state(**trained, reward_model_pairs=4, warm_start_rows=7, warm_start_learning_rate=0.5),
+        initial_state(**trained, reward_model_pairs=5),
+        initial_state(**trained, reward_model_pairs=4, reward_model_learning_rate=0.5),
     ]
-    assert [equal(first.reward_model, other.reward_model) for other in others] == [True, False, False]
+    assert [equal(first.reward_model, state.reward_model) for state in others] == [True, False, False]
 
 
 @pytest.mark.parametrize(
     "updates", [pytest.param(1, marks=pytest.mark.exhaustive), demonstrations.UPDATES_PER_CHECK + 1]
 )
-def test_a_warm_start_makes_no_more_updates_than_it_is_given(updates):
-    """Adam's steps are of the rate at most, so that the largest change counts them while gradients keep their sign."""
+def test_a_warm_start_makes_exactly_the_updates_of_its_setting(updates):
+    """While a gradient keeps its sign, Adam moves by about the rate per step: the largest change counts steps."""
     policy = Network(gpt2.GPT2(HOP.vocabulary, HOP.length, gpt2.SIZES["tiny"]))
     params, rate = policy.init(jax.random.key(0)), 1e-5
-    given = {"rows": 4, "right": 0.5, "rate": rate, "target_success": 1.0, "difficulty": 1.0, "temperature": 1.0}
+    settings = {"rows": 4, "right": 0.5, "rate": rate, "target_success": 1.0, "difficulty": 1.0, "temperature": 1.0}
 
     @jax.jit
     def run(params):
@@ -105,8 +105,8 @@ def test_a_warm_start_makes_no_more_updates_than_it_is_given(updates):
             jax.random.key(1),
             lambda params, key: jnp.float32(0.0),
             updates=updates,
-            **jax.tree.map(jnp.float32, {k: v for k, v in given.items() if k != "rows"}),
-            rows=given["rows"],
+            **jax.tree.map(jnp.float32, {k: v for k, v in settings.items() if k != "rows"}),
+            rows=settings["rows"],
         )
 
     after, success = run(params)
@@ -115,55 +115,55 @@ def test_a_warm_start_makes_no_more_updates_than_it_is_given(updates):
     assert (updates - 0.7) * rate < change < (updates + 0.3) * rate
 
 
-def test_a_learned_reward_is_compared_with_gold_in_standard_deviations():
+def test_reward_gap_is_in_standard_deviations_of_each_reward():
     rng = np.random.default_rng(0)
     score, gold = 5 + 3 * rng.normal(size=50), rng.random(50)
     kept, later = np.arange(10) < 8, np.arange(10)
     scales = {"proxy": Scale.of(score), "gold": Scale.of(gold)}
-    found = reward_statistics(gold[later], score[later] + 6.0, {}, kept, scales)["reward_gap"]
-    wanted = (score[later] + 6 - score.mean()) / score.std() - (gold[later] - gold.mean()) / gold.std()
-    np.testing.assert_allclose(found.value, wanted[kept].mean(), rtol=1e-5)
+    gap = reward_statistics(gold[later], score[later] + 6.0, {}, kept, scales)["reward_gap"]
+    expected = (score[later] + 6 - score.mean()) / score.std() - (gold[later] - gold.mean()) / gold.std()
+    np.testing.assert_allclose(gap.value, expected[kept].mean(), rtol=1e-5)
     np.testing.assert_allclose(Scale.of(np.ones(4))(3.0), 2.0)
 
 
 @pytest.mark.exhaustive
-def test_scales_of_scores_are_those_of_the_reference_s_rows():
-    state = begun(reward_model_warm_start=5)
+def test_reward_scales_are_measured_on_rows_of_the_reference():
+    state = initial_state(reward_model_warm_start=5)
     assert state.scales["proxy"].std > 0
     mean, std = state.scales["gold"].mean, state.scales["gold"].std
-    np.testing.assert_allclose(
-        std, np.sqrt(mean * (1 - mean)), rtol=1e-5, err_msg="gold is 0 or 1 here, scores are not"
-    )
+    np.testing.assert_allclose(std, np.sqrt(mean * (1 - mean)), rtol=1e-5, err_msg="gold rewards are 0 or 1")
 
 
 @pytest.mark.exhaustive
-def test_a_curriculum_goes_from_the_lowest_difficulty_to_the_dialogue_s():
+def test_a_curriculum_raises_difficulty_to_the_dialogues():
     hop = Hop(difficulty=2.0, entities=3, hops=2, length=13)
-    learner = ja.learners.grpo(hop, **FEW, curriculum=0.5)
-    made, numbers = learner.step.__self__, learner.data.numbers
-    found = [float(made.collector._difficulty(hop, numbers, Taps(t, 8))) for t in range(8)]
-    np.testing.assert_allclose(found, [1.0, 1.25, 1.5, 1.75, 2.0, 2.0, 2.0, 2.0])
-    assert float(made.collector._difficulty(hop, numbers, Taps(0))) == 2.0
+    learner = ja.learners.grpo(hop, **SMALL, curriculum=0.5)
+    algorithm, numbers = learner.step.__self__, learner.data.numbers
+    difficulties = [float(algorithm.collector._difficulty(hop, numbers, Taps(t, 8))) for t in range(8)]
+    np.testing.assert_allclose(difficulties, [1.0, 1.25, 1.5, 1.75, 2.0, 2.0, 2.0, 2.0])
+    assert float(algorithm.collector._difficulty(hop, numbers, Taps(0))) == 2.0
 
-    many = ja.learners.grpo(hop, **FEW | {"prompts": 64}, curriculum=0.5)
-    made, data = many.step.__self__, many.data
-    state = jax.jit(made.init)(jax.random.key(0), data)
+    large = ja.learners.grpo(hop, **SMALL | {"prompts": 64}, curriculum=0.5)
+    algorithm, data = large.step.__self__, large.data
+    state = jax.jit(algorithm.init)(jax.random.key(0), data)
 
     @jax.jit
-    def asked(step):
-        """The hops in the prompts of a step."""
-        models = made.models_of(state, data)
-        rows = made.collector._sample_rows(models, hop, data.numbers, 1.0, jax.random.key(1), Taps(step, 8, data=data))
+    def hops_in_prompts(step):
+        """Returns the number of hops in each prompt of a step."""
+        models = algorithm.models_of(state, data)
+        rows = algorithm.collector._sample_rows(
+            models, hop, data.numbers, 1.0, jax.random.key(1), Taps(step, 8, data=data)
+        )
         return rows.tokens[:, 0]
 
-    one, two = hop.token["1"], hop.token["2"]
-    first, last = (np.asarray(asked(jnp.int32(t))) for t in (0, 7))
-    assert (first == one).all()
-    assert 0.2 < np.mean(last == two) < 0.8
+    one_hop, two_hops = hop.token["1"], hop.token["2"]
+    first, last = (np.asarray(hops_in_prompts(jnp.int32(t))) for t in (0, 7))
+    assert (first == one_hop).all()
+    assert 0.2 < np.mean(last == two_hops) < 0.8
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-def test_rates_rise_and_fall(decay):
+def test_learning_rates_warm_up_and_decay(decay):
     rate = warmup_decay(2.0, 0.25, decay, 0.5)
     falling = {"constant": [2.0, 2.0, 2.0], "linear": [2.0, 1.5, 1.0], "cosine": [2.0, 1.5, 1.0]}[decay]
     progress = [0.0, 0.125, 0.25, 0.625, 1.0]
@@ -171,16 +171,16 @@ def test_rates_rise_and_fall(decay):
 
 
 @pytest.mark.exhaustive
-def test_a_run_s_rate_follows_the_schedule_and_can_be_off_it():
-    """Shifted by 0.4 of the run at step 2 of 5: the rate is that of progress 0.8."""
+def test_lr_schedule_error_shifts_a_runs_schedule():
+    """At step 2 of 5 the schedule is shifted by 0.4 of the run, so that the rate is that of progress 0.8."""
     schedule = {"learning_rate_warmup": 0.2, "learning_rate_decay": "linear", "learning_rate_final": 0.1}
-    learner = ja.learners.grpo(HOP, **FEW, learning_rate=2e-3, **schedule)
-    found = ja.audit(learner, [ja.lr_schedule_error(0.4, onset=2, duration=1)], seeds=1, steps=5).telemetry
+    learner = ja.learners.grpo(HOP, **SMALL, learning_rate=2e-3, **schedule)
+    telemetry = ja.audit(learner, [ja.lr_schedule_error(0.4, onset=2, duration=1)], seeds=1, steps=5).telemetry
     rate = warmup_decay(2e-3, 0.2, "linear", 0.1)
-    wanted = [float(rate(jnp.float32(t / 5))) for t in range(5)]
-    np.testing.assert_allclose(found["learning_rate"].values[0, 0], wanted, rtol=1e-5)
-    disturbed = found["learning_rate"].values[0, 1]
-    np.testing.assert_allclose(np.delete(disturbed, 2), np.delete(wanted, 2), rtol=1e-5)
-    assert disturbed[2] != pytest.approx(wanted[2], rel=0.1)
+    expected = [float(rate(jnp.float32(t / 5))) for t in range(5)]
+    np.testing.assert_allclose(telemetry["learning_rate"].values[0, 0], expected, rtol=1e-5)
+    disturbed = telemetry["learning_rate"].values[0, 1]
+    np.testing.assert_allclose(np.delete(disturbed, 2), np.delete(expected, 2), rtol=1e-5)
+    assert disturbed[2] != pytest.approx(expected[2], rel=0.1)
     with pytest.raises(ValueError, match="its rate is the same at every step: see learning_rate_decay"):
-        ja.audit(ja.learners.grpo(HOP, **FEW), [ja.lr_schedule_error()], seeds=1, steps=5)
+        ja.audit(ja.learners.grpo(HOP, **SMALL), [ja.lr_schedule_error()], seeds=1, steps=5)

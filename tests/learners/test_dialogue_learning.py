@@ -1,4 +1,4 @@
-"""GRPO learns what can be learned of a dialogue, on every seed."""
+"""Tests that GRPO learns the dialogue "hop" on every seed."""
 
 import pytest
 
@@ -6,8 +6,8 @@ import jaxaudit as ja
 
 
 @pytest.mark.slow
-def test_grpo_follows_the_hidden_table():
-    """From a warm start stopped at a sampled success of a half, in 120 iterations; 1,024 held-out rows."""
+def test_grpo_reaches_0_96_on_hop():
+    """Trains for 120 iterations after a warm start to a sampled success of one half; measures 1,024 held-out rows."""
     learner = ja.learners.grpo(
         "hop",
         kl="none",

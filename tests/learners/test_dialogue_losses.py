@@ -1,4 +1,4 @@
-"""Losses on dialogues in float64 against TRL's trainers and verl's functions, recorded by `experiments/dialogues`."""
+"""Tests losses of dialogue learners in float64 against results of TRL and verl, recorded by `experiments/dialogues`."""
 
 import dataclasses
 
@@ -57,218 +57,226 @@ CASES = {
 }
 
 
-def of_tokens(logits, tokens):
-    """Log-probabilities and entropies, `[N, C]`."""
-    every = jax.nn.log_softmax(logits)
-    return jnp.take_along_axis(every, tokens[..., None], -1)[..., 0], -jnp.sum(jnp.exp(every) * every, -1)
+def log_probs_and_entropies(logits, tokens):
+    """Returns the tokens' log-probabilities and the distributions' entropies, `[N, C]`."""
+    log_probs = jax.nn.log_softmax(logits)
+    return jnp.take_along_axis(log_probs, tokens[..., None], -1)[..., 0], -jnp.sum(jnp.exp(log_probs) * log_probs, -1)
 
 
-def halves(x):
+def split_minibatches(x):
     return jax.tree.map(lambda a: a[:6], x), jax.tree.map(lambda a: a[6:], x)
 
 
-def ours(parts, coefficients, x, own, rows=6):
-    """Advantages `[N]`, losses of the two minibatches `[2]`, gradient of their sum by logits; TRL counts all `rows`."""
+def advantages_losses_and_gradient(parts, coefficients, x, loss_mask, rows=6):
+    """Returns advantages `[N]`, losses of two minibatches `[2]`, and the gradient of their sum by the logits.
+
+    TRL divides by `rows` rows, masked ones included; None divides by the rows that count.
+    """
     coefficients = jax.tree.map(jnp.asarray, coefficients)
     old, sampled, reference = (
-        of_tokens(x[f"{name}_logits"], x["tokens"])[0] for name in ("old", "sampler", "reference")
+        log_probs_and_entropies(x[f"{name}_logits"], x["tokens"])[0] for name in ("old", "sampler", "reference")
     )
     penalty = loss_terms.k1(old, reference) if parts.kl_in == "reward" and parts.kl != "none" else None
-    advantage, _ = estimate_advantages(parts, coefficients, x["rewards"], x["own"] | own, kl_penalty=penalty)
-    given = LossInputs(own, old, advantage, sampled, reference)
+    advantage, _ = estimate_advantages(parts, coefficients, x["rewards"], x["own"] | loss_mask, kl_penalty=penalty)
+    inputs = LossInputs(loss_mask, old, advantage, sampled, reference)
 
-    def losses(logits):
-        told = []
-        for half, constants in zip(halves(logits), halves((given, x["tokens"])), strict=True):
+    def total_loss(logits):
+        minibatch_losses = []
+        for half, constants in zip(split_minibatches(logits), split_minibatches((inputs, x["tokens"])), strict=True):
             batch, tokens = constants
-            counts = loss_terms.denominators(batch.loss_mask, batch.loss_mask.shape[1], jnp.sum(own) / 2)
+            counts = loss_terms.denominators(batch.loss_mask, batch.loss_mask.shape[1], jnp.sum(loss_mask) / 2)
             counts = dataclasses.replace(counts, rows=counts.rows if rows is None else rows)
-            log_probability, entropy = of_tokens(half, tokens)
-            told.append(policy_loss(parts, coefficients, Predictions(log_probability, entropy), batch, counts)[0])
-        return jnp.sum(jnp.stack(told)), jnp.stack(told)
+            log_probability, entropy = log_probs_and_entropies(half, tokens)
+            minibatch_losses.append(
+                policy_loss(parts, coefficients, Predictions(log_probability, entropy), batch, counts)[0]
+            )
+        return jnp.sum(jnp.stack(minibatch_losses)), jnp.stack(minibatch_losses)
 
-    gradient, told = jax.grad(losses, has_aux=True)(x["new_logits"])
-    return jnp.sum(advantage, -1) / jnp.sum(advantage != 0, -1), told, gradient
+    gradient, minibatch_losses = jax.grad(total_loss, has_aux=True)(x["new_logits"])
+    return jnp.sum(advantage, -1) / jnp.sum(advantage != 0, -1), minibatch_losses, gradient
 
 
 def run(case, trl, rows=6):
     parts, coefficients = CASES[case]
-    # RLOO in TRL knows no given tokens between own ones.
-    own = trl["written"] if case == "rloo" else trl["own"]
+    # TRL's RLOO has no tool tokens between response tokens.
+    loss_mask = trl["written"] if case == "rloo" else trl["own"]
     if case == "truncated":
-        own = own & (trl["written"].sum(1, keepdims=True) < own.shape[1])
+        loss_mask = loss_mask & (trl["written"].sum(1, keepdims=True) < loss_mask.shape[1])
     x = {name: jnp.asarray(value) for name, value in trl.items() if "." not in name}
-    return jax.jit(lambda c, x, own: ours(parts, c, x, own, rows))(coefficients, x, jnp.asarray(own))
+    return jax.jit(lambda c, x, loss_mask: advantages_losses_and_gradient(parts, c, x, loss_mask, rows))(
+        coefficients, x, jnp.asarray(loss_mask)
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_advantages_losses_and_gradients_are_trl_s(case, trl):
+def test_advantages_losses_and_gradients_equal_trls(case, trl):
     advantage, losses, gradient = run(case, trl)
     np.testing.assert_allclose(np.nan_to_num(advantage), trl[f"{case}.advantage"], **EXACT)
     np.testing.assert_allclose(losses, trl[f"{case}.loss"], **EXACT)
     np.testing.assert_allclose(gradient, trl[f"{case}.gradient"], **EXACT)
 
 
-def test_a_row_that_is_masked_is_no_row_here_and_one_of_zeros_in_trl(trl):
+def test_masked_rows_do_not_count_though_they_do_in_trl(trl):
     _, losses, _ = run("truncated", trl, rows=None)
     np.testing.assert_allclose(losses, trl["truncated.loss"] * np.array([6 / 5, 1]), **EXACT)
 
 
-def test_the_reference_s_cases_tell_apart(trl):
-    """Each recorded case has another gradient than plain GRPO's: none tests what is off."""
-    plain = {name: trl[f"{name}.gradient"] for name in CASES}
-    names = list(plain)
-    for i, one in enumerate(names):
-        for other in names[i + 1 :]:
-            assert np.abs(plain[one] - plain[other]).max() > 1e-4, (one, other)
+def test_recorded_gradients_differ_between_all_cases(trl):
+    """Otherwise a case could pass although the setting that it tests has no effect."""
+    gradients = {name: trl[f"{name}.gradient"] for name in CASES}
+    names = list(gradients)
+    for i, a in enumerate(names):
+        for b in names[i + 1 :]:
+            assert np.abs(gradients[a] - gradients[b]).max() > 1e-4, (a, b)
 
 
 @pytest.mark.parametrize("case", ["tis_token", "tis_sequence", "mis_token", "mis_sequence"])
-def test_corrections_are_trl_s(case, trl):
+def test_importance_weights_equal_trls(case, trl):
     kind, level = case.split("_")
     old, sampled = (
-        of_tokens(jnp.asarray(trl[f"{n}_logits"]), jnp.asarray(trl["tokens"]))[0] for n in ("old", "sampler")
+        log_probs_and_entropies(jnp.asarray(trl[f"{n}_logits"]), jnp.asarray(trl["tokens"]))[0]
+        for n in ("old", "sampler")
     )
-    own = jnp.asarray(trl["own"])
+    loss_mask = jnp.asarray(trl["own"])
     bounds = {"tis_token": (1.3,), "tis_sequence": (1.3,), "mis_token": (0.7, 1.3), "mis_sequence": (0.5, 2.0)}[case]
     function = {"tis": loss_terms.truncated_importance_weight, "mis": loss_terms.masked_importance_weight}[kind]
-    weight = function(old - sampled, own, *bounds, level)
-    wanted = np.broadcast_to(trl[f"{case}.weight"], own.shape)
-    np.testing.assert_allclose(weight, np.where(own, wanted, 0), **EXACT)
+    weight = function(old - sampled, loss_mask, *bounds, level)
+    expected = np.broadcast_to(trl[f"{case}.weight"], loss_mask.shape)
+    np.testing.assert_allclose(weight, np.where(loss_mask, expected, 0), **EXACT)
 
 
-def test_preferences_are_trl_s(trl):
+def test_preference_loss_and_gradient_equal_trls(trl):
     parts, coefficients = PRESETS["dpo"]
     x = {name: jnp.asarray(value) for name, value in trl.items() if "." not in name}
-    reference = of_tokens(x["reference_logits"], x["tokens"])[0]
+    reference = log_probs_and_entropies(x["reference_logits"], x["tokens"])[0]
 
     @jax.jit
     def loss(logits):
-        now = Predictions(of_tokens(logits, x["tokens"])[0])
+        predictions = Predictions(log_probs_and_entropies(logits, x["tokens"])[0])
         counts = loss_terms.denominators(x["own"], x["own"].shape[1])
-        return policy_loss(parts, coefficients, now, LossInputs(x["own"], ref_log_prob=reference), counts)
+        return policy_loss(parts, coefficients, predictions, LossInputs(x["own"], ref_log_prob=reference), counts)
 
-    gradient, told = jax.grad(loss, has_aux=True)(x["new_logits"])
-    np.testing.assert_allclose(told["loss"], trl["dpo.loss"], **EXACT)
+    gradient, metrics = jax.grad(loss, has_aux=True)(x["new_logits"])
+    np.testing.assert_allclose(metrics["loss"], trl["dpo.loss"], **EXACT)
     np.testing.assert_allclose(gradient, trl["dpo.gradient"], **EXACT)
     names = {"margin": "margins", "preference_accuracy": "accuracies", "chosen_reward": "chosen"}
-    for mine, theirs in (names | {"rejected_reward": "rejected"}).items():
-        np.testing.assert_allclose(told[mine], trl[f"dpo.{theirs}"], **EXACT)
+    for metric, trl_name in (names | {"rejected_reward": "rejected"}).items():
+        np.testing.assert_allclose(metrics[metric], trl[f"dpo.{trl_name}"], **EXACT)
 
 
 @pytest.mark.parametrize("buffer", [0, 4])
-def test_the_penalty_on_long_rows_is_trl_s(buffer, trl):
+def test_the_overlong_penalty_equals_trls(buffer, trl):
     np.testing.assert_allclose(
         advantages.overlong_penalty(trl["lengths"], 10, buffer), trl[f"overlong.{buffer}"], **EXACT
     )
 
 
-def test_advantages_over_given_tokens_are_verl_s(verl):
-    own = jnp.asarray(verl["own"])
-    np.testing.assert_array_equal(advantages.terminal_reward(verl["score"].reshape(-1), own), verl["reward"])
-    advantage, target = jax.jit(advantages.gae)(verl["reward"], verl["value"], own, 0.97, 0.9)
-    np.testing.assert_allclose(target[own], verl["returns"][own], **EXACT)
-    # verl divides by a count + 1e-8.
-    np.testing.assert_allclose(advantages.whiten(advantage, own)[own], verl["gae"][own], rtol=1e-8)
+def test_gae_across_tool_tokens_equals_verls(verl):
+    loss_mask = jnp.asarray(verl["own"])
+    np.testing.assert_array_equal(advantages.terminal_reward(verl["score"].reshape(-1), loss_mask), verl["reward"])
+    advantage, target = jax.jit(advantages.gae)(verl["reward"], verl["value"], loss_mask, 0.97, 0.9)
+    np.testing.assert_allclose(target[loss_mask], verl["returns"][loss_mask], **EXACT)
+    # verl adds 1e-8 to the count that it divides by.
+    np.testing.assert_allclose(advantages.whiten(advantage, loss_mask)[loss_mask], verl["gae"][loss_mask], rtol=1e-8)
 
 
 @pytest.mark.parametrize("count", [2, 3, 7])
-def test_whitened_advantages_have_numpy_s_deviation_however_few_tokens_there_are(count):
+def test_whitening_uses_the_unbiased_deviation_for_any_count(count):
     advantage = np.random.default_rng(count).normal(2.0, 3.0, (2, 5))
-    own = np.arange(10).reshape(2, 5) < count
-    expected = (advantage[own] - advantage[own].mean()) / advantage[own].std(ddof=1)
-    found = advantages.whiten(jnp.asarray(advantage), jnp.asarray(own))
-    np.testing.assert_allclose(found[own], expected, rtol=1e-5)
-    assert not np.asarray(found)[~own].any()
+    loss_mask = np.arange(10).reshape(2, 5) < count
+    expected = (advantage[loss_mask] - advantage[loss_mask].mean()) / advantage[loss_mask].std(ddof=1)
+    whitened = advantages.whiten(jnp.asarray(advantage), jnp.asarray(loss_mask))
+    np.testing.assert_allclose(whitened[loss_mask], expected, rtol=1e-5)
+    assert not np.asarray(whitened)[~loss_mask].any()
 
 
-def test_one_token_alone_is_whitened_to_zero():
-    """It is its own mean, whatever stands where it is not."""
-    own = np.array([[False, True], [False, False]])
-    found = advantages.whiten(jnp.asarray([[7.0, 5.0], [1.0, 2.0]]), jnp.asarray(own))
-    np.testing.assert_array_equal(found, 0)
+def test_whitening_a_single_token_gives_zero():
+    """The token equals its mean; values at masked positions do not matter."""
+    loss_mask = np.array([[False, True], [False, False]])
+    whitened = advantages.whiten(jnp.asarray([[7.0, 5.0], [1.0, 2.0]]), jnp.asarray(loss_mask))
+    np.testing.assert_array_equal(whitened, 0)
 
 
 @pytest.mark.parametrize("name", ["group", "group_mean", "leave_one_out"])
-def test_baselines_of_groups_are_verl_s(name, verl):
+def test_group_advantages_equal_verls(name, verl):
     kwargs = {"eps": 1e-6} if name == "group" else {}
     advantage = getattr(advantages, name)(jnp.asarray(verl["score"]), **kwargs)
-    mine = advantages.broadcast_to_tokens(advantage, jnp.asarray(verl["own"]))
-    np.testing.assert_allclose(mine, verl[name], **EXACT)
+    result = advantages.broadcast_to_tokens(advantage, jnp.asarray(verl["own"]))
+    np.testing.assert_allclose(result, verl[name], **EXACT)
 
 
 @pytest.mark.parametrize("name", ["dual", "weighted", "gspo"])
-def test_surrogates_are_verl_s(name, verl):
+def test_surrogate_losses_equal_verls(name, verl):
     x = {k: jnp.asarray(v) for k, v in verl.items() if "." not in k}
-    # GSPO has no dual clipping; verl always aggregates it by rows.
+    # GSPO has no dual clipping, and verl always averages it by rows.
     low, high, dual = (3e-4, 4e-4, None) if name == "gspo" else (0.2, 0.28, 1.5)
     ratio = loss_terms.sequence_mean_ratio if name == "gspo" else loss_terms.token_ratio
     mean = loss_terms.sequence if name == "gspo" else loss_terms.token_minibatch
 
     @jax.jit
     def loss(new):
-        made = loss_terms.surrogate(ratio(new, x["old"], x["own"]), x["advantage"], low, high, dual)
-        gain = made.objective * (x["weight"] if name == "weighted" else 1)
+        surrogate = loss_terms.surrogate(ratio(new, x["old"], x["own"]), x["advantage"], low, high, dual)
+        gain = surrogate.objective * (x["weight"] if name == "weighted" else 1)
         return -mean(gain, x["own"]), [
             loss_terms.token_minibatch(m.astype(float), x["own"])
-            for m in jax.tree.leaves((made.low | made.high, made.dual))
+            for m in jax.tree.leaves((surrogate.low | surrogate.high, surrogate.dual))
         ]
 
-    (value, (region, dual_share)), gradient = jax.value_and_grad(loss, has_aux=True)(x["new"])
-    np.testing.assert_allclose(value, verl[f"{name}.loss"], rtol=1e-8)  # verl: a row's length + 1e-8
+    (value, (clipped_share, dual_share)), gradient = jax.value_and_grad(loss, has_aux=True)(x["new"])
+    np.testing.assert_allclose(value, verl[f"{name}.loss"], rtol=1e-8)  # verl adds 1e-8 to a row's length
     np.testing.assert_allclose(gradient, verl[f"{name}.gradient"], rtol=1e-8, atol=1e-14)
     if name != "gspo":
         np.testing.assert_allclose(value, verl[f"{name}.loss"], **EXACT)
-        np.testing.assert_allclose(region, verl[f"{name}.pg_clipfrac"], rtol=1e-9)
+        np.testing.assert_allclose(clipped_share, verl[f"{name}.pg_clipfrac"], rtol=1e-9)
         np.testing.assert_allclose(dual_share, verl[f"{name}.pg_clipfrac_lower"], rtol=1e-9)
 
 
-def test_aggregations_are_verl_s(verl):
-    x, own = jnp.asarray(verl["new"]), jnp.asarray(verl["own"])
-    np.testing.assert_allclose(loss_terms.token_minibatch(x, own), verl["aggregation.token-mean"], **EXACT)
-    np.testing.assert_allclose(loss_terms.token_iteration(x, own, 100), verl["aggregation.total"], **EXACT)
-    np.testing.assert_allclose(loss_terms.sequence(x, own), verl["aggregation.seq-mean-token-mean"], rtol=1e-8)
-    # verl leaves the number of rows out.
-    mine = loss_terms.constant(x, own, x.shape[1])
-    np.testing.assert_allclose(mine, verl["aggregation.seq-mean-token-sum-norm"] / len(x), **EXACT)
+def test_aggregations_equal_verls(verl):
+    x, loss_mask = jnp.asarray(verl["new"]), jnp.asarray(verl["own"])
+    np.testing.assert_allclose(loss_terms.token_minibatch(x, loss_mask), verl["aggregation.token-mean"], **EXACT)
+    np.testing.assert_allclose(loss_terms.token_iteration(x, loss_mask, 100), verl["aggregation.total"], **EXACT)
+    np.testing.assert_allclose(loss_terms.sequence(x, loss_mask), verl["aggregation.seq-mean-token-mean"], rtol=1e-8)
+    # verl does not divide by the number of rows.
+    result = loss_terms.constant(x, loss_mask, x.shape[1])
+    np.testing.assert_allclose(result, verl["aggregation.seq-mean-token-sum-norm"] / len(x), **EXACT)
 
 
-def test_the_critic_s_loss_is_verl_s(verl):
+def test_the_value_loss_equals_verls(verl):
     x = {k: jnp.asarray(v) for k, v in verl.items() if "." not in k}
 
     @jax.jit
     def loss(value):
-        error, stopped = loss_terms.clipped_value_loss(value, x["value"], x["advantage"], 0.2)
+        error, clipped = loss_terms.clipped_value_loss(value, x["value"], x["advantage"], 0.2)
         mean = loss_terms.token_minibatch
-        return mean(error, x["own"]), mean(stopped.astype(float), x["own"])
+        return mean(error, x["own"]), mean(clipped.astype(float), x["own"])
 
-    (value, stopped), gradient = jax.value_and_grad(loss, has_aux=True)(x["new_value"])
+    (value, clipped), gradient = jax.value_and_grad(loss, has_aux=True)(x["new_value"])
     np.testing.assert_allclose(value, verl["value.loss"], **EXACT)
     np.testing.assert_allclose(gradient, verl["value.gradient"], **EXACT)
-    np.testing.assert_allclose(stopped, verl["value.clipped"], rtol=1e-9)
+    np.testing.assert_allclose(clipped, verl["value.clipped"], rtol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3"])
-def test_estimators_are_verl_s(name, verl):
-    mine = loss_terms.KL_ESTIMATORS[name](jnp.asarray(verl["new"]), jnp.asarray(verl["reference"]))
-    np.testing.assert_allclose(mine, verl[name], rtol=1e-10, atol=1e-15)
+def test_kl_estimators_equal_verls(name, verl):
+    result = loss_terms.KL_ESTIMATORS[name](jnp.asarray(verl["new"]), jnp.asarray(verl["reference"]))
+    np.testing.assert_allclose(result, verl[name], rtol=1e-10, atol=1e-15)
 
 
-def test_a_penalised_reward_is_verl_s_at_own_tokens(verl):
-    own = jnp.asarray(verl["own"])
-    mine = loss_terms.subtract_kl_penalty(
-        jnp.asarray(verl["reward"]), loss_terms.k1(verl["old"], verl["reference"]), own, 0.05
+def test_the_kl_penalised_reward_equals_verls_at_response_tokens(verl):
+    loss_mask = jnp.asarray(verl["own"])
+    result = loss_terms.subtract_kl_penalty(
+        jnp.asarray(verl["reward"]), loss_terms.k1(verl["old"], verl["reference"]), loss_mask, 0.05
     )
-    np.testing.assert_allclose(mine, np.where(own, verl["penalised"], 0), **EXACT)
+    np.testing.assert_allclose(result, np.where(loss_mask, verl["penalised"], 0), **EXACT)
 
 
-def test_ppo_is_its_parts_as_verl_has_them(verl):
-    """Penalty, advantages, surrogate and value loss together, from the parts that were held against verl's."""
+def test_the_complete_ppo_loss_equals_numpy(verl):
+    """Combines penalty, advantages, surrogate and value loss, which other tests compare with verl one by one."""
     parts, coefficients = PRESETS["ppo_lm"]
     x = {k: jnp.asarray(v) for k, v in verl.items() if "." not in k}
     counts = loss_terms.denominators(x["own"], x["own"].shape[1])
 
-    def whole(new, value):
+    def ppo_loss(new, value):
         penalty = loss_terms.k1(x["old"], x["reference"])
         advantage, target = estimate_advantages(
             parts, coefficients, x["score"], x["own"], kl_penalty=penalty, value=x["value"]
@@ -276,32 +284,32 @@ def test_ppo_is_its_parts_as_verl_has_them(verl):
         rows = LossInputs(x["own"], x["old"], advantage, old_value=x["value"], value_target=target)
         return policy_loss(parts, coefficients, Predictions(new, value=value), rows, counts)[0]
 
-    loss, gradient = jax.jit(jax.value_and_grad(whole, argnums=(0, 1)))(x["new"], x["new_value"])
-    own, n = verl["own"], verl["own"].sum()
-    reward = np.where(own, verl["reward"] - 0.05 * (verl["old"] - verl["reference"]), 0)
-    advantage = np.zeros(own.shape)
-    for row in range(len(own)):
-        slots, after, ahead = np.flatnonzero(own[row]), 0.0, 0.0
+    loss, gradient = jax.jit(jax.value_and_grad(ppo_loss, argnums=(0, 1)))(x["new"], x["new_value"])
+    loss_mask, n = verl["own"], verl["own"].sum()
+    reward = np.where(loss_mask, verl["reward"] - 0.05 * (verl["old"] - verl["reference"]), 0)
+    advantage = np.zeros(loss_mask.shape)
+    for row in range(len(loss_mask)):
+        slots, gae, next_value = np.flatnonzero(loss_mask[row]), 0.0, 0.0
         for t in slots[::-1]:
-            after = reward[row, t] + ahead - verl["value"][row, t] + 0.95 * after
-            advantage[row, t], ahead = after, verl["value"][row, t]
+            gae = reward[row, t] + next_value - verl["value"][row, t] + 0.95 * gae
+            advantage[row, t], next_value = gae, verl["value"][row, t]
     target = advantage + verl["value"]
-    mean = advantage[own].mean()
-    advantage = np.where(own, (advantage - mean) / np.sqrt(advantage[own].var(ddof=1) + 1e-8), 0)
+    mean = advantage[loss_mask].mean()
+    advantage = np.where(loss_mask, (advantage - mean) / np.sqrt(advantage[loss_mask].var(ddof=1) + 1e-8), 0)
     ratio = np.exp(verl["new"] - verl["old"])
     surrogate = np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.2) * advantage)
-    near = verl["value"] + np.clip(verl["new_value"] - verl["value"], -0.2, 0.2)
-    free = verl["new_value"] - target
-    critic = 0.5 * np.maximum(free**2, (near - target) ** 2)
-    np.testing.assert_allclose(loss, (-surrogate + 0.5 * critic)[own].sum() / n, **EXACT)
-    moves = own & ~((ratio > 1.2) & (advantage > 0)) & ~((ratio < 0.8) & (advantage < 0))
-    np.testing.assert_allclose(gradient[0], np.where(moves, -ratio * advantage, 0) / n, **EXACT)
-    learns = own & ~((near - target) ** 2 > free**2)
-    np.testing.assert_allclose(gradient[1], np.where(learns, 0.5 * free, 0) / n, **EXACT)
+    clipped_value = verl["value"] + np.clip(verl["new_value"] - verl["value"], -0.2, 0.2)
+    error = verl["new_value"] - target
+    critic = 0.5 * np.maximum(error**2, (clipped_value - target) ** 2)
+    np.testing.assert_allclose(loss, (-surrogate + 0.5 * critic)[loss_mask].sum() / n, **EXACT)
+    policy_learns = loss_mask & ~((ratio > 1.2) & (advantage > 0)) & ~((ratio < 0.8) & (advantage < 0))
+    np.testing.assert_allclose(gradient[0], np.where(policy_learns, -ratio * advantage, 0) / n, **EXACT)
+    critic_learns = loss_mask & ~((clipped_value - target) ** 2 > error**2)
+    np.testing.assert_allclose(gradient[1], np.where(critic_learns, 0.5 * error, 0) / n, **EXACT)
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("settings", "message"),
     [
         ({"ratio": "row"}, "ratio must be token, sequence_mean, sequence_sum, not 'row'"),
         ({"kl": "k3", "reference": False}, "kl = 'k3' needs a reference policy, so reference must be True"),
@@ -317,13 +325,13 @@ def test_ppo_is_its_parts_as_verl_has_them(verl):
         ({"advantage": "gae", "ratio": "sequence_sum"}, "advantage must not be 'gae'"),
     ],
 )
-def test_parts_that_do_not_go_together_are_refused_in_a_sentence(settings, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_inconsistent_objectives_are_refused_with_a_message(settings, message):
+    with pytest.raises(ValueError, match=message):
         ObjectiveConfig(**settings)
 
 
-@pytest.mark.parametrize("wrong", [{"gamma": 1.5}, {"dual_clip": 0.9}, {"mis_low": 3.0}, {"clip_high": float("nan")}])
-def test_coefficients_that_mean_nothing_are_refused(wrong):
+@pytest.mark.parametrize("invalid", [{"gamma": 1.5}, {"dual_clip": 0.9}, {"mis_low": 3.0}, {"clip_high": float("nan")}])
+def test_invalid_coefficients_are_refused(invalid):
     Coefficients().check()
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        Coefficients(**wrong).check()
+    with pytest.raises(ValueError, match=next(iter(invalid))):
+        Coefficients(**invalid).check()

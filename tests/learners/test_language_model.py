@@ -1,4 +1,4 @@
-"""The language-model learner: its gradient, optimizer, batches, measurements and settings."""
+"""Tests the language-model learner: its gradient, optimizer, batches, metrics and settings."""
 
 import dataclasses
 import functools
@@ -37,8 +37,8 @@ EXPERIMENTS = EXPERIMENTS / "language_models"
 
 
 @pytest.fixture(scope="module")
-def made(corpus):
-    """The learner's parts: the algorithm, its parameters, and a batch."""
+def model_params_tokens(corpus):
+    """Returns the algorithm, its parameters, and a batch of tokens."""
     data = ja.learners.language_model(corpus, **SMALL).data
     model = LanguageModel(257, LanguageModelSettings(**SMALL))
     tokens = jax.jit(lambda data: model.read(KEY, ja.Taps(data=data)))(data)
@@ -48,35 +48,37 @@ def made(corpus):
 
 @functools.partial(jax.jit, static_argnums=0)
 def losses(model, params, tokens, smoothing=0.0):
-    """Mean loss of sequences `[B, T + 1]`, from logits that are all there."""
+    """Returns the mean loss of sequences `[B, T + 1]`, computed from the full matrix of logits."""
     logits = gpt2.apply(model.model, params, tokens[:, :-1].astype(jnp.int32))[0] @ params["wte"]["embedding"].T
     target = optax.smooth_labels(jax.nn.one_hot(tokens[:, 1:], 257), smoothing)
     return optax.softmax_cross_entropy(logits, target).mean()
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def by_microbatch(model, params, tokens, smoothing):
-    """Loss and gradient of each of four microbatches."""
+def losses_and_gradients_by_microbatch(model, params, tokens, smoothing):
+    """Returns the loss and the gradient of each of four microbatches."""
 
-    def of(tokens):
+    def loss_and_gradient(tokens):
         return jax.value_and_grad(lambda params: losses(model, params, tokens, smoothing))(params)
 
-    return jax.vmap(of)(tokens.reshape(4, 2, 17))
+    return jax.vmap(loss_and_gradient)(tokens.reshape(4, 2, 17))
 
 
-def assert_is_mean(gradient, each):
-    """Of gradients with a leading axis."""
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, np.mean(b, axis=0), rtol=1e-3, atol=1e-6), gradient, each)
+def assert_equals_mean(gradient, per_microbatch):
+    """Asserts that `gradient` is the mean of `per_microbatch` along its leading axis."""
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, np.mean(b, axis=0), rtol=1e-3, atol=1e-6), gradient, per_microbatch
+    )
 
 
 @pytest.mark.exhaustive
-def test_the_gradient_is_the_whole_batchs_and_coherence_its_microbatches(made):
-    model, params, tokens = made
+def test_gradient_is_of_the_batch_and_coherence_of_its_microbatches(model_params_tokens):
+    model, params, tokens = model_params_tokens
     gradient, telemetry = model.gradient(params, tokens, Taps())
-    loss, each = by_microbatch(model, params, tokens, np.float32(0))
-    assert_is_mean(gradient, each)
+    loss, gradients = losses_and_gradients_by_microbatch(model, params, tokens, np.float32(0))
+    assert_equals_mean(gradient, gradients)
     np.testing.assert_allclose(telemetry["loss"], np.mean(loss), rtol=1e-5)
-    flat = np.concatenate([np.asarray(x, np.float64).reshape(4, -1) for x in jax.tree.leaves(each)], axis=1)
+    flat = np.concatenate([np.asarray(x, np.float64).reshape(4, -1) for x in jax.tree.leaves(gradients)], axis=1)
     units = flat / np.linalg.norm(flat, axis=1, keepdims=True)
     cosines = [units[i] @ units[j] for i, j in itertools.combinations(range(4), 2)]
     assert float(telemetry["x_grad"]) == pytest.approx(np.mean(cosines), rel=1e-4)
@@ -87,29 +89,29 @@ def test_the_gradient_is_the_whole_batchs_and_coherence_its_microbatches(made):
     assert float(telemetry["gradient_noise_scale"]) == pytest.approx(noise / signal, rel=1e-3)
 
 
-def test_without_accumulation_there_is_no_coherence(made):
-    model, params, tokens = made
-    alone = LanguageModel(257, LanguageModelSettings(**SMALL | {"accumulation": 1, "telemetry": "basic"}))
-    gradient, telemetry = jax.jit(alone.gradient, static_argnums=2)(params, tokens, Taps())
+def test_coherence_is_nan_without_accumulation(model_params_tokens):
+    model, params, tokens = model_params_tokens
+    unaccumulated = LanguageModel(257, LanguageModelSettings(**SMALL | {"accumulation": 1, "telemetry": "basic"}))
+    gradient, telemetry = jax.jit(unaccumulated.gradient, static_argnums=2)(params, tokens, Taps())
     assert np.isnan(telemetry["x_grad"])
-    assert_is_mean(gradient, by_microbatch(model, params, tokens, np.float32(0))[1])
+    assert_equals_mean(gradient, losses_and_gradients_by_microbatch(model, params, tokens, np.float32(0))[1])
 
 
 class Smoothing(Taps):
-    """Taps that smooth labels."""
+    """Taps that set the label smoothing to 0.2."""
 
     def __call__(self, site, value, **context):
         return np.float32(0.2) if site == "label_smoothing" else value
 
 
 @pytest.mark.exhaustive
-def test_smoothing_moves_the_gradient_as_its_formula_says(made):
-    model, params, tokens = made
+def test_label_smoothing_gives_the_gradient_of_the_smoothed_loss(model_params_tokens):
+    model, params, tokens = model_params_tokens
     smooth, _ = model.gradient(params, tokens, Smoothing())
-    assert_is_mean(smooth, by_microbatch(model, params, tokens, np.float32(0.2))[1])
+    assert_equals_mean(smooth, losses_and_gradients_by_microbatch(model, params, tokens, np.float32(0.2))[1])
 
 
-def test_the_rate_rises_and_falls_along_a_cosine():
+def test_the_learning_rate_warms_up_and_decays_along_a_cosine():
     rate = warmup_decay(2.0, 0.1, "cosine", 0.25)
     assert [float(rate(jnp.float32(p))) for p in (0.0, 0.05, 0.1)] == pytest.approx([0.0, 1.0, 2.0])
     assert float(rate(jnp.float32(0.55))) == pytest.approx(2.0 * (0.25 + 0.75 / 2), rel=1e-5)
@@ -119,9 +121,9 @@ def test_the_rate_rises_and_falls_along_a_cosine():
 
 @pytest.fixture(scope="module")
 def trained(corpus):
-    """A learner, the engine that trained it for 60 steps, the final states, and the telemetry.
+    """Trains a learner for 60 steps, and returns the learner, the engine, the final states, and the telemetry.
 
-    The first two lanes are controls; the last two are disturbed at three sites from the last step but one on.
+    The first two lanes are controls; the last two are disturbed at three sites in the last two steps.
     """
     learner = ja.learners.language_model(corpus, **SMALL | {"learning_rate": 3e-3, "evaluations": 2, "warmup": 0.1})
     window = {"onset": 58, "duration": "end"}
@@ -134,8 +136,8 @@ def trained(corpus):
     return learner, engine, states, rows
 
 
-def test_it_learns_the_text_and_is_measured_on_text_it_does_not_read(made, trained, corpus):
-    model = made[0]
+def test_training_beats_unigrams_and_performance_is_on_held_out_text(model_params_tokens, trained, corpus):
+    model = model_params_tokens[0]
     learner, _, states, rows = trained
     text = load(corpus)
     counts = np.bincount(text.train, minlength=257) / len(text.train)
@@ -146,55 +148,57 @@ def test_it_learns_the_text_and_is_measured_on_text_it_does_not_read(made, train
     assert float(rows["performance"][-1, 0]) == pytest.approx(-float(held_out), rel=1e-4)
     perplexity = np.asarray(rows["validation_perplexity"])
     np.testing.assert_array_equal(np.isfinite(perplexity[:, 0]), [(t + 1) % 30 == 0 for t in range(60)])
-    wanted = np.exp(np.mean([losses(model, params, two) for two in np.split(np.asarray(learner.data.validation), 2)]))
-    assert float(perplexity[-1, 0]) == pytest.approx(float(wanted), rel=1e-4)
+    expected = np.exp(
+        np.mean([losses(model, params, pair) for pair in np.split(np.asarray(learner.data.validation), 2)])
+    )
+    assert float(perplexity[-1, 0]) == pytest.approx(float(expected), rel=1e-4)
     labels = dict(dim for channel in learner.channels.values() for dim in channel.dims)
     for name in ("layer_gradient_norm", "layer_update_norm", "layer_params_norm"):
-        whole = np.sqrt((np.asarray(rows[name]) ** 2).sum(-1))
-        np.testing.assert_allclose(whole, rows[name.removeprefix("layer_")], rtol=1e-3)
+        total = np.sqrt((np.asarray(rows[name]) ** 2).sum(-1))
+        np.testing.assert_allclose(total, rows[name.removeprefix("layer_")], rtol=1e-3)
         assert rows[name].shape[-1] == len(labels["layer"]) == 5
     assert rows["attention_entropy"].shape[-1] == len(labels["attention_layer"]) == 2
     assert (rows["clipped_fraction"] == (rows["gradient_norm"] > 1.0)).all()
 
 
-def test_what_is_disturbed_is_measured_where_it_acts_and_never_in_the_performance(made, trained):
-    """The held-out text is read whole and with its own labels, and norms by layer are those of the gradient used."""
+def test_disturbed_telemetry_shows_the_disturbance_but_performance_does_not(model_params_tokens, trained):
+    """The held-out text keeps its labels and tokens, and norms by layer are of the gradient that the optimizer gets."""
     learner, _, states, rows = trained
     for name, values in rows.items():
         np.testing.assert_array_equal(values[:58, :2], values[:58, 2:], err_msg=name)
     assert (rows["loss"][58:, :2] != rows["loss"][58:, 2:]).all()
     for lane in range(4):
         params = jax.tree.map(lambda x: np.asarray(x)[lane], states.learner.params)  # noqa: B023
-        held_out = losses(made[0], params, learner.data.held_out)
+        held_out = losses(model_params_tokens[0], params, learner.data.held_out)
         assert float(rows["performance"][-1, lane]) == pytest.approx(-float(held_out), rel=1e-5)
     by_layer = np.sqrt((np.asarray(rows["layer_gradient_norm"]) ** 2).sum(-1))
     np.testing.assert_allclose(by_layer, rows["gradient_norm"], rtol=1e-4)
 
 
-class Noted:
-    """Taps that change nothing and keep what a site was offered."""
+class RecordingTaps:
+    """Taps that change nothing and record the context of each site."""
 
     def __init__(self, data):
-        self.data, self.offered = data, {}
+        self.data, self.contexts = data, {}
 
-    def __call__(self, site, value, **offered):
-        self.offered[site] = offered
+    def __call__(self, site, value, **context):
+        self.contexts[site] = context
         return value
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-def test_a_token_is_masked_by_the_end_of_text(corpus, tokenizer):
+def test_the_mask_token_of_a_text_is_its_end_of_text(corpus, tokenizer):
     text = dataclasses.replace(corpus, tokenizer=tokenizer, vocabulary=300 if tokenizer == "bpe" else None)
-    found = load(text)
+    loaded = load(text)
     learner = ja.learners.language_model(text, **SMALL)
-    noted = Noted(learner.data)
-    learner.step.__self__.read(KEY, noted)
-    assert noted.offered["tokens"]["mask"] == found.end_of_text
-    assert (found.end_of_text == 256) == (tokenizer == "bytes")
+    taps = RecordingTaps(learner.data)
+    learner.step.__self__.read(KEY, taps)
+    assert taps.contexts["tokens"]["mask"] == loaded.end_of_text
+    assert (loaded.end_of_text == 256) == (tokenizer == "bytes")
 
 
 @pytest.mark.slow
-def test_in_half_precision_with_layers_computed_again_parameters_stay_whole(corpus):
+def test_bfloat16_with_remat_keeps_float32_parameters(corpus):
     learner = ja.learners.language_model(corpus, precision="bfloat16", remat=True, **SMALL)
     engine = Engine(plan(learner, [ja.lr_spike(1.0, onset=1, duration=1)], seeds=2, steps=2), 2)
     first = layout(engine.grid)[0]
@@ -203,34 +207,34 @@ def test_in_half_precision_with_layers_computed_again_parameters_stay_whole(corp
     assert {x.dtype for x in jax.tree.leaves(states.learner.optimizer)} <= {np.dtype(np.float32), np.dtype(np.int32)}
     for name, values in rows.items():
         assert np.isfinite(values[:2]).all() or name == "validation_perplexity", name
-    alone = lambda state: learner.step(state, KEY, ja.Taps(data=learner.data))  # noqa: E731
-    step = str(jax.make_jaxpr(alone)(jax.eval_shape(learner.begin, KEY, learner.data)))
-    assert "remat" in step
-    assert "bf16" in step
+    step = lambda state: learner.step(state, KEY, ja.Taps(data=learner.data))  # noqa: E731
+    jaxpr = str(jax.make_jaxpr(step)(jax.eval_shape(learner.begin, KEY, learner.data)))
+    assert "remat" in jaxpr
+    assert "bf16" in jaxpr
 
 
-def test_outside_a_run_the_rate_is_at_its_peak(made):
-    model, params, _ = made
+def test_the_learning_rate_outside_a_run_is_its_peak(model_params_tokens):
+    model, params, _ = model_params_tokens
     optimizer = model.optimizer
     update = jax.jit(lambda params: optimizer.update(params, optimizer.init(params), params, ja.Taps())[2])
     assert float(update(params).learning_rate) == pytest.approx(5e-4)
 
 
 @pytest.mark.exhaustive
-def test_stopped_and_resumed_it_reads_the_same_batches(trained):
-    _, engine, _, whole = trained
+def test_training_resumed_from_copied_states_samples_the_same_batches(trained):
+    _, engine, _, rows = trained
     batch = layout(engine.grid)[1]
     states, _ = engine.advance(batch, engine.initial(batch), 0, 30)
-    kept = engine.copies(batch, states)
-    _, rest = engine.advance(batch, engine.restored(kept, batch), 30, 60)
-    for name in whole:
-        np.testing.assert_array_equal(whole[name][30:60], rest[name][:30])
-    assert (whole["loss"][:, 0] != whole["loss"][:, 1]).all()
+    copies = engine.copies(batch, states)
+    _, resumed = engine.advance(batch, engine.restored(copies, batch), 30, 60)
+    for name in rows:
+        np.testing.assert_array_equal(rows[name][30:60], resumed[name][:30])
+    assert (rows["loss"][:, 0] != rows["loss"][:, 1]).all()
 
 
 @pytest.mark.exhaustive
-def test_it_begins_with_a_checkpoint(made, corpus, tmp_path):
-    model, params, _ = made
+def test_training_begins_with_the_parameters_of_a_checkpoint(model_params_tokens, corpus, tmp_path):
+    model, params, _ = model_params_tokens
     gpt2_checkpoint.save(tmp_path, params, model.model)
     learner = ja.learners.language_model(corpus, checkpoint=str(tmp_path), **SMALL)
     engine = Engine(plan(learner, [ja.lr_spike(2.0, onset=1, duration=1)], seeds=2, steps=2), 2)
@@ -238,12 +242,12 @@ def test_it_begins_with_a_checkpoint(made, corpus, tmp_path):
     for lane in range(2):
         jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[lane], y), states.params, params)  # noqa: B023
     assert learner.provenance.keys() == {"corpus", "tokens", "checkpoint"}
-    for positions, kept in ((16, 16), (0, 8)):
-        chosen = SMALL | {"context": 8, "positions": positions}
-        shorter = ja.learners.language_model(corpus, checkpoint=str(tmp_path), **chosen)
-        begun = jax.eval_shape(shorter.begin, KEY, shorter.data).params["wpe"]["embedding"]
-        assert begun.shape == (kept, 64)
-        np.testing.assert_array_equal(shorter.data.start["wpe"]["embedding"], params["wpe"]["embedding"][:kept])
+    for positions, n_positions in ((16, 16), (0, 8)):
+        settings = SMALL | {"context": 8, "positions": positions}
+        shorter = ja.learners.language_model(corpus, checkpoint=str(tmp_path), **settings)
+        embedding = jax.eval_shape(shorter.begin, KEY, shorter.data).params["wpe"]["embedding"]
+        assert embedding.shape == (n_positions, 64)
+        np.testing.assert_array_equal(shorter.data.start["wpe"]["embedding"], params["wpe"]["embedding"][:n_positions])
     with pytest.raises(
         ValueError, match=r"'transformer.wpe.weight' has shape \[16, 64\], but this model needs \[32, 64\]"
     ):
@@ -251,43 +255,43 @@ def test_it_begins_with_a_checkpoint(made, corpus, tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("begins", ["random", "checkpoint"])
-def test_nothing_of_its_program_runs_on_the_host_nor_is_a_constant(made, corpus, tmp_path, begins):
-    model, params, _ = made
+@pytest.mark.parametrize("start", ["random", "checkpoint"])
+def test_the_program_has_no_callbacks_and_no_large_constants(model_params_tokens, corpus, tmp_path, start):
+    model, params, _ = model_params_tokens
     gpt2_checkpoint.save(tmp_path, params, model.model)
-    chosen = {"checkpoint": str(tmp_path)} if begins == "checkpoint" else {}
-    learner = ja.learners.language_model(corpus, **SMALL | chosen)
+    settings = {"checkpoint": str(tmp_path)} if start == "checkpoint" else {}
+    learner = ja.learners.language_model(corpus, **SMALL | settings)
     grid = plan(learner, [ja.lr_spike(2.0, onset=1, duration=1)], seeds=2, steps=3)
     run = functools.partial(ja.run, grid.program)
     assert "callback" not in str(jax.make_jaxpr(run)(ja.inputs(grid)))
     text = jax.jit(run).lower(ja.inputs(grid)).as_text()
     assert "callback" not in text
-    constants = re.findall(r'dense<"0x([0-9A-F]+)">', text)  # eight digits a float32
+    constants = re.findall(r'dense<"0x([0-9A-F]+)">', text)  # a float32 has eight digits
     assert max((len(digits) // 8 for digits in constants), default=0) < 1_000
 
 
 @pytest.mark.exhaustive
-def test_learners_that_begin_with_checkpoints_share_a_program(made, corpus, tmp_path):
-    model, params, _ = made
-    for name, factor in (("one", 1.0), ("other", 1.5)):
+def test_learners_that_begin_with_checkpoints_share_a_program(model_params_tokens, corpus, tmp_path):
+    model, params, _ = model_params_tokens
+    for name, factor in (("a", 1.0), ("b", 1.5)):
         gpt2_checkpoint.save(tmp_path / name, jax.tree.map(lambda x: factor * x, params), model.model)  # noqa: B023
-    one, other = (
-        ja.learners.language_model(corpus, checkpoint=str(tmp_path / name), **SMALL) for name in ("one", "other")
+    learner_a, learner_b = (
+        ja.learners.language_model(corpus, checkpoint=str(tmp_path / name), **SMALL) for name in ("a", "b")
     )
-    assert one.provenance != other.provenance
-    assert one == other != ja.learners.language_model(corpus, **SMALL)
+    assert learner_a.provenance != learner_b.provenance
+    assert learner_a == learner_b != ja.learners.language_model(corpus, **SMALL)
     spike = [ja.lr_spike(2.0, onset=1, duration=1)]
-    engines = [Engine(plan(learner, spike, seeds=1, steps=2), 2) for learner in (one, other)]
+    engines = [Engine(plan(learner, spike, seeds=1, steps=2), 2) for learner in (learner_a, learner_b)]
     assert engines[0].grid.program == engines[1].grid.program
-    first, second = (engine.initial(layout(engine.grid)[0]).learner.params for engine in engines)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(1.5 * x, y, rtol=1e-6), first, second)
+    params_a, params_b = (engine.initial(layout(engine.grid)[0]).learner.params for engine in engines)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(1.5 * x, y, rtol=1e-6), params_a, params_b)
     assert [engine.grid.provenance["checkpoint"] for engine in engines] == [
-        learner.provenance["checkpoint"] for learner in (one, other)
+        learner.provenance["checkpoint"] for learner in (learner_a, learner_b)
     ]
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("settings", "message"),
     [
         ({"size": "huge"}, "size must be micro, nano, mini, 124m, 355m, 774m.*, not 'huge'"),
         ({"positions": 8}, "positions must be at least the context, 16, not 8"),
@@ -305,8 +309,8 @@ def test_learners_that_begin_with_checkpoints_share_a_program(made, corpus, tmp_
         ({"warmup": 1.5}, r"warmup must lie in \[0, 1\]"),
     ],
 )
-def test_settings_that_make_no_sense(corpus, settings, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_invalid_settings_are_refused_with_a_message(corpus, settings, message):
+    with pytest.raises(ValueError, match=message):
         ja.learners.language_model(corpus, **SMALL | settings)
 
 
@@ -324,13 +328,13 @@ kind = "lr_spike"
 """
 
 
-def test_a_text_and_an_environment_are_for_learners_of_their_own():
-    for kind, name, learner, sentence in [
+def test_a_learner_refuses_a_task_of_another_kind():
+    for kind, name, learner, message in [
         ("text", "python-stdlib", "ppo", "learner 'ppo' trains on environments, not on a task of kind 'text'"),
         ("mujoco", "Hopper-v5", "language_model", "trains on a task of kind 'text', not 'mujoco'"),
         ("text", "nowhere.txt", "language_model", "'nowhere.txt' is neither a built-in corpus"),
     ]:
-        with pytest.raises(UserError, match=sentence):
+        with pytest.raises(UserError, match=message):
             parse(SPEC.format(kind=kind, name=name, learner=learner)).build()
 
 
@@ -341,7 +345,7 @@ def test_a_spec_with_a_text_is_written_with_its_defaults(corpus):
 
 
 @pytest.mark.exhaustive
-def test_without_a_second_corpus_a_shift_is_refused(corpus):
+def test_distribution_shift_without_a_second_corpus_is_refused(corpus):
     text = SPEC.format(kind="text", name=corpus.name, learner="language_model")
     text = text.replace("lr_spike", "distribution_shift").replace(
         '"language_model"', '"language_model"\nsize = "micro"\ncontext = 16'
@@ -351,7 +355,7 @@ def test_without_a_second_corpus_a_shift_is_refused(corpus):
 
 
 @pytest.mark.parametrize("path", sorted(EXPERIMENTS.glob("*.toml")), ids=lambda path: path.stem)
-def test_the_specs_of_the_experiments_are_valid(path):
+def test_the_specs_of_the_language_model_experiments_are_valid(path):
     spec = parse(path.read_text())
     assert spec.task.kind == "text"
     assert (spec.task.shift is not None) == any(
@@ -390,56 +394,58 @@ duration = 2
 
 
 @pytest.mark.exhaustive
-def test_a_run_is_gone_on_with_from_anywhere_on_the_same_text_alone(tmp_path, monkeypatch):
-    """Up to what would be compiled."""
-    begun = []
+def test_resume_works_from_any_directory_and_refuses_another_corpus(tmp_path, monkeypatch):
+    """Training itself is replaced: the run is created and opened up to the point where programs would be compiled."""
+    executed = []
     monkeypatch.setattr(
         durable.memory, "fit", lambda grid, rows, laid_out, **_: (Engine(grid, rows), laid_out(None), None)
     )
-    monkeypatch.setattr(durable, "_execute", lambda store, *_: begun.append(store.path))
+    monkeypatch.setattr(durable, "_execute", lambda store, *_: executed.append(store.path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     text, folder = tmp_path / "a.txt", tmp_path / "run"
     text.write_text("it is stable until it falls over. " * 100)
     monkeypatch.chdir(tmp_path)
     durable.run(parse(RUN), folder)
     monkeypatch.chdir("/")
-    kept = text.read_text()
-    text.write_text(kept + "and more")
+    original = text.read_text()
+    text.write_text(original + "and more")
     with pytest.raises(UserError, match=r"began with another corpus: [0-9a-f]{64}, and now it is"):
         durable.resume(folder)
-    text.write_text(kept)
+    text.write_text(original)
     durable.resume(folder)
-    assert begun == [folder, folder]
+    assert executed == [folder, folder]
 
 
 @pytest.mark.slow
-def test_a_run_that_is_gone_on_with_ends_as_one_that_never_stopped(tmp_path, monkeypatch):
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    # One object for equal settings, whose programs are compiled once.
+    # Equal settings share one object, so that their programs are compiled once.
     monkeypatch.setattr(sys.modules[LanguageModel.__module__], "LanguageModel", functools.cache(LanguageModel))
     text, folder = tmp_path / "a.txt", tmp_path / "stopped"
     text.write_text("it is stable until it falls over. " * 100)
     monkeypatch.chdir(tmp_path)
     durable.run(parse(RUN), tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr("jaxaudit.runs.disk_sink.onset_source", stopping)
+        patch.setattr("jaxaudit.runs.disk_sink.onset_source", raise_keyboard_interrupt)
         with pytest.raises(durable.Interrupted):
             durable.run(parse(RUN), folder)
     monkeypatch.chdir("/")
     durable.resume(folder)
-    whole, resumed = (load_run(place).telemetry for place in (tmp_path / "whole", folder))
-    assert whole.equals(resumed)
+    uninterrupted, resumed = (load_run(path).telemetry for path in (tmp_path / "whole", folder))
+    assert uninterrupted.equals(resumed)
 
 
-def stopping(*_):
+def raise_keyboard_interrupt(*_):
     raise KeyboardInterrupt
 
 
 @pytest.mark.slow
 def test_compile_time_does_not_grow_with_depth(corpus, monkeypatch, request):
-    kept = jax.config.jax_persistent_cache_min_compile_time_secs
-    request.addfinalizer(lambda: jax.config.update("jax_persistent_cache_min_compile_time_secs", kept))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))  # nothing kept: compiled every time
+    previous = jax.config.jax_persistent_cache_min_compile_time_secs
+    request.addfinalizer(lambda: jax.config.update("jax_persistent_cache_min_compile_time_secs", previous))
+    jax.config.update(
+        "jax_persistent_cache_min_compile_time_secs", float("inf")
+    )  # nothing is cached: every program is compiled
     names = ["lr_spike", "momentum_noise", "gradient_sign_flip", "weight_noise", "layer_reset", "token_corruption"]
     seconds = {}
     for depth in (12, 36):
@@ -447,7 +453,7 @@ def test_compile_time_does_not_grow_with_depth(corpus, monkeypatch, request):
         learner = ja.learners.language_model(corpus, **SMALL | {"size": f"{depth} layers"})
         kinds = [registry.perturbations[name](onset=1, duration=1) for name in names]
         engine = Engine(plan(learner, kinds, seeds=1, steps=4, lanes=1), 1)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         engine.program(layout(engine.grid)[1])
-        seconds[depth] = time.perf_counter() - begun
+        seconds[depth] = time.perf_counter() - start
     assert seconds[36] < 1.5 * seconds[12], seconds

@@ -1,7 +1,7 @@
-"""Every reinforcement learner learns, normalisation on, a task that cannot be learned without; and what its parts do.
+"""Tests that every reinforcement learner learns a task that needs all of its parts, and some of these parts alone.
 
-In the task the right action is the observation taken back to standard units. Observations lie around 500, so that a
-network which sees them as they are sees no difference, and rewards are in the thousands.
+The best action in the task is the observation in standard units. Observations lie around 500 and rewards are in the
+thousands, so that a network without normalisation of observations and rewards does not learn.
 """
 
 import functools
@@ -24,7 +24,7 @@ LIMIT = 8
 
 
 class Units(Env):
-    """Pays -scale (action - x)^2, x the observation less its offset, in units of its spread; x is drawn every step."""
+    """Pays -scale (action - x)^2, where x is the standardised observation, sampled anew at every step."""
 
     cheap_reset = True
     action_low, action_high = np.array([-4.0], np.float32), np.array([4.0], np.float32)
@@ -39,12 +39,12 @@ class Units(Env):
     def step(self, state, action):
         x = (state.obs[0] - self.offset) / self.spread
         rng = jax.random.fold_in(state.info["rng"], 1)
-        drawn = self.offset + self.spread * jax.random.normal(rng, (1,))
-        return state.replace(obs=drawn, reward=-self.scale * (action[0] - x) ** 2, info={"rng": rng})
+        observation = self.offset + self.spread * jax.random.normal(rng, (1,))
+        return state.replace(obs=observation, reward=-self.scale * (action[0] - x) ** 2, info={"rng": rng})
 
 
 class Standard(Units):
-    """The same in standard units, for learners that normalise nothing."""
+    """The same task in standard units, for learners without normalisation."""
 
     offset, spread, scale = 0.0, 1.0, 1.0
 
@@ -63,110 +63,112 @@ LEARNERS = {
 }
 
 
-def nothing(agent):
-    """The mean return of doing nothing: the variance of x, for an episode."""
+def return_of_doing_nothing(agent):
+    """Returns the expected return of the action 0: minus the variance of x for each step of an episode."""
     return -agent.env.scale * LIMIT
 
 
-def trained(agent, iterations, seeds):
-    """Each seed's last state, and telemetry `[seeds, iterations]` by channel."""
+def train_agent(agent, iterations, seeds):
+    """Returns each seed's last state, and telemetry of shape `[seeds, iterations]` by channel."""
 
-    def one(key):
+    def train_seed(key):
         def iterate(state, index):
             return agent.step(state, jax.random.fold_in(key, index + 1), Taps(index, iterations))
 
         return jax.lax.scan(iterate, agent.init(jax.random.fold_in(key, 0)), jnp.arange(iterations))
 
-    state, told = jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(0), seeds))
-    return state, jax.tree.map(np.asarray, told)
+    state, telemetry = jax.jit(jax.vmap(train_seed))(jax.random.split(jax.random.key(0), seeds))
+    return state, jax.tree.map(np.asarray, telemetry)
 
 
 @pytest.fixture(scope="module")
-def learned():
-    """Gives an agent, its states and telemetry after training, by its name."""
+def trained_agent():
+    """Returns a function from a learner's name to its agent, final states and telemetry."""
 
     @functools.cache
     def train(name):
         agent, iterations = LEARNERS[name]()
-        return agent, *trained(agent, iterations, seeds=2)
+        return agent, *train_agent(agent, iterations, seeds=2)
 
     return train
 
 
-OFF_POLICY_ONES = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sac", "td3")]
+OFF_POLICY_NAMES = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sac", "td3")]
 
 
-@pytest.mark.parametrize("name", ["ppo", pytest.param("trpo", marks=pytest.mark.exhaustive), *OFF_POLICY_ONES])
-def test_it_learns_what_takes_all_its_parts(name, learned):
-    agent, _, told = learned(name)
-    found = told["evaluation_return"][:, -1]
-    assert (found > 0.15 * nothing(agent)).all(), f"{found / nothing(agent)} of the loss of doing nothing are left"
+@pytest.mark.parametrize("name", ["ppo", pytest.param("trpo", marks=pytest.mark.exhaustive), *OFF_POLICY_NAMES])
+def test_training_removes_85_percent_of_the_loss_of_doing_nothing(name, trained_agent):
+    agent, _, telemetry = trained_agent(name)
+    last_return = telemetry["evaluation_return"][:, -1]
+    assert (last_return > 0.15 * return_of_doing_nothing(agent)).all(), (
+        f"{last_return / return_of_doing_nothing(agent)} of the loss of doing nothing remain"
+    )
 
 
 @pytest.mark.parametrize(
     ("algorithm", "settings"), [(PPO, PPOSettings), pytest.param(TRPO, TRPOSettings, marks=pytest.mark.exhaustive)]
 )
 def test_training_explores_and_the_evaluation_does_not(algorithm, settings):
-    """At first the policy's mean is near zero and its deviation one: exploring doubles what doing nothing costs."""
+    """At first the policy's mean is near zero and its deviation one: exploration doubles the cost of doing nothing."""
     slow = {"learning_rate": 1e-9} if algorithm is PPO else {"max_kl": 1e-9}
     agent = algorithm(Units(), LIMIT, settings(**ON_POLICY | {"log_std": 0.0, "minibatch_size": 64}, **slow))
-    _, told = trained(agent, 1, seeds=4)
-    ratios = [told[name].mean() / nothing(agent) for name in ("performance", "evaluation_return")]
+    _, telemetry = train_agent(agent, 1, seeds=4)
+    ratios = [telemetry[name].mean() / return_of_doing_nothing(agent) for name in ("performance", "evaluation_return")]
     np.testing.assert_allclose(ratios, [2.0, 1.0], rtol=0.15)
 
 
-@pytest.mark.parametrize("name", OFF_POLICY_ONES)
-def test_the_evaluation_is_of_the_best_action_known(name, learned):
-    """It costs what the mean action does; exploring costs several times as much."""
-    agent, states, told = learned(name)
+@pytest.mark.parametrize("name", OFF_POLICY_NAMES)
+def test_the_evaluation_uses_the_policys_mean_action(name, trained_agent):
+    """The evaluation return equals the mean action's return; exploring actions cost several times as much."""
+    agent, states, telemetry = trained_agent(name)
     x = np.random.default_rng(0).normal(size=(4096, 1)).astype(np.float32)
-    for seed, found in enumerate(told["evaluation_return"][:, -1]):
+    for seed, evaluation_return in enumerate(telemetry["evaluation_return"][:, -1]):
         params = jax.tree.map(lambda leaf, seed=seed: leaf[seed], states.networks.params)
-        best, tried = (
+        mean_action_return, exploring_return = (
             float(-LIMIT * jnp.mean((agent.to_action_space(action) - x) ** 2))
             for action in (agent.act(params, x), agent.explore(params, x, jax.random.key(1)))
         )
-        assert tried < 2.5 * best
-        assert found == pytest.approx(best, rel=0.5)
+        assert exploring_return < 2.5 * mean_action_return
+        assert evaluation_return == pytest.approx(mean_action_return, rel=0.5)
 
 
-def test_normalised_values_reach_ten_deviations():
+def test_normalised_values_are_clipped_at_ten_deviations():
     moments = Moments(jnp.float32([100.0]), jnp.float32([3.0]), jnp.float32([4.0]))
     np.testing.assert_allclose(moments.normalize(jnp.float32([[3.0], [7.0], [21.0], [99.0]]))[:, 0], [0, 2, 9, 10])
     np.testing.assert_allclose(moments.normalize(jnp.float32([[-99.0]]))[:, 0], [-10])
 
 
-def collected(agent, iterations=1):
-    """The state and the samples of an agent's first rollout."""
+def first_rollout(agent, iterations=1):
+    """Returns an agent's first state, the state after its first rollout, and the samples."""
     state = agent.init(jax.random.key(0))
     return state, *agent.collect(state, jax.random.key(1), Taps(0, iterations))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("algorithm", "settings"), [(PPO, PPOSettings), (TRPO, TRPOSettings)])
-def test_log_probabilities_are_of_the_action_drawn_not_of_what_the_task_accepts(algorithm, settings):
+def test_log_probabilities_are_of_the_sampled_action_before_clipping(algorithm, settings):
     class Narrow(Standard):
         action_low, action_high = np.array([-0.1], np.float32), np.array([0.1], np.float32)
 
     agent = algorithm(Narrow(), LIMIT, settings(**ON_POLICY | {"log_std": 0.0, "minibatch_size": 64}))
-    before, _, samples = collected(agent)
+    before, _, samples = first_rollout(agent)
     mean, log_std = agent.policy(before.params, samples.observation)
     expected = stats.norm.logpdf(np.float64(samples.action[..., 0]), np.float64(mean[..., 0]), np.exp(log_std[0]))
     np.testing.assert_allclose(samples.log_probability, expected, rtol=1e-4, atol=1e-4)
     assert (np.abs(samples.action) > 0.1).mean() > 0.8
 
 
-def test_the_normaliser_sees_every_observation_once():
+def test_the_normaliser_counts_every_observation_once():
     agent = PPO(Units(), LIMIT, PPOSettings(**ON_POLICY, minibatch_size=64))
-    _, after, _ = collected(agent)
+    _, after, _ = first_rollout(agent)
     assert after.observations.count[0] == 16 * 32
     assert abs(after.observations.mean[0] - 500) < 5
     assert after.observations.variance[0] == pytest.approx(400, rel=0.3)
 
 
-def test_every_epoch_has_an_order_of_its_own():
+def test_every_epoch_shuffles_the_samples_anew():
     agent = PPO(Standard(), LIMIT, PPOSettings(**ON_POLICY, minibatch_size=64, epochs=3))
-    _, _, samples = collected(agent)
+    _, _, samples = first_rollout(agent)
     rows = samples._replace(advantage=jnp.arange(512.0).reshape(samples.advantage.shape))
     _, orders = agent.epochs(
         lambda taps, carry, batch: (carry, batch.advantage), jnp.zeros(()), rows, 3, jax.random.key(2), Taps(0, 1)
@@ -174,13 +176,13 @@ def test_every_epoch_has_an_order_of_its_own():
     orders = np.asarray(orders).reshape(3, 512)
     for order in orders:
         np.testing.assert_array_equal(np.sort(order), np.arange(512))
-    for one, other in ((0, 1), (0, 2), (1, 2)):
-        assert (orders[one] == orders[other]).mean() < 0.05
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        assert (orders[i] == orders[j]).mean() < 0.05
 
 
 @pytest.mark.parametrize(("algorithm", "settings"), [(PPO, PPOSettings), (TRPO, TRPOSettings)])
-def test_a_policy_begins_near_zero_and_its_critic_does_not(algorithm, settings):
-    """Orthogonal, with gain sqrt(2) but for the last layers: 0.01 and 1 (Andrychowicz et al., 2021)."""
+def test_initial_layers_are_orthogonal_with_a_small_gain_for_the_policy(algorithm, settings):
+    """The gain is sqrt(2), but in the last layer 0.01 (policy) or 1 (critic), as in Andrychowicz et al. (2021)."""
     agent = algorithm(Standard(), LIMIT, settings(num_envs=2, rollout_length=32))
     params = agent.init_params(jax.random.key(3))
     for part, gain in (("actor", 0.01), ("critic", 1.0)):
@@ -207,19 +209,19 @@ PUBLISHED = {
     TD3Settings: {"policy_delay": 2, "exploration_noise": 0.1, "target_noise": 0.2, "target_noise_clip": 0.5}
     | {"learning_starts": 10_000, "updates_per_step": 1.0, "hidden": (256, 256)},
 }
-"""What Table S2 leaves open: Schulman et al. (2015, 2017), Haarnoja et al. (2018), Fujimoto et al. (2018)."""
+"""Settings not in Table S2: of Schulman et al. (2015, 2017), Haarnoja et al. (2018), Fujimoto et al. (2018)."""
 
 
 @pytest.mark.parametrize("settings", TABLE_S2, ids=lambda settings: settings.__name__)
-def test_defaults_are_the_papers(settings):
-    chosen = settings()
+def test_default_settings_equal_the_published_ones(settings):
+    defaults = settings()
     for name, value in (TABLE_S2[settings] | PUBLISHED[settings]).items():
-        assert getattr(chosen, name) == value, name
+        assert getattr(defaults, name) == value, name
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("algorithm", "settings"), [(SAC, SACSettings), (TD3, TD3Settings)])
-def test_before_learning_starts_actions_are_uniform_and_then_the_policys(algorithm, settings):
+def test_actions_are_uniform_before_learning_starts_and_the_policys_later(algorithm, settings):
     agent = algorithm(Standard(), LIMIT, settings(**OFF_POLICY | {"learning_starts": 512, "num_envs": 64}))
     state = agent.init(jax.random.key(4))
     random = [agent.collect(Taps(0, 9), state, jax.random.key(t), jnp.int32(0)).buffer.value[:64, 1] for t in range(8)]

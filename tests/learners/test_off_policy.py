@@ -1,4 +1,4 @@
-"""SAC and TD3 on rooms with known values, their parts against independent references, and in an audit."""
+"""Tests SAC and TD3 on small tasks with known values, and their losses, targets and updates against references."""
 
 import dataclasses
 
@@ -33,11 +33,11 @@ SMALL = {
     "telemetry": "basic",
 }
 EARLY = SMALL | {"learning_starts": 64}
-DEEP = SMALL | {"hidden": (32, 32)}  # learns the values within so few updates
+DEEP = SMALL | {"hidden": (32, 32)}  # two layers learn the values within 90 iterations
 
 
-def trained(agent, iterations):
-    """State and telemetry after a run; its first iteration ends before learning starts."""
+def train_agent(agent, iterations):
+    """Returns the state and telemetry of a training run; learning starts after its first iteration."""
 
     def iterate(state, index):
         return agent.step(state, jax.random.fold_in(jax.random.key(1), index), Taps(index, iterations))
@@ -50,13 +50,13 @@ def trained(agent, iterations):
 def sac():
     settings = SACSettings(**DEEP, entropy_coefficient=TEMPERATURE)
     agent = SAC(Rooms(), Rooms.max_episode_steps, settings)
-    return agent, *trained(agent, 90)
+    return agent, *train_agent(agent, 90)
 
 
 @pytest.fixture(scope="module")
 def td3():
     agent = TD3(Rooms(), Rooms.max_episode_steps, TD3Settings(**DEEP, exploration_noise=0.3))
-    return agent, *trained(agent, 90)
+    return agent, *train_agent(agent, 90)
 
 
 @pytest.fixture(scope="module", params=["sac", pytest.param("td3", marks=pytest.mark.exhaustive)])
@@ -76,7 +76,7 @@ def value(run, room):
     return float(agent.value(state.networks.params, jax.nn.one_hot(room, 5)))
 
 
-def test_a_terminated_episode_is_worth_its_reward_alone(run):
+def test_the_value_before_termination_is_the_last_reward(run):
     assert value(run, ONE_STEP) == pytest.approx(1.0, abs=0.03)
     assert value(run, SECOND_STEP) == pytest.approx(1.0, abs=0.03)
 
@@ -85,8 +85,8 @@ def test_a_reward_one_step_away_is_discounted_once(run):
     assert value(run, TWO_STEPS) == pytest.approx(GAMMA, abs=0.04)
 
 
-def test_a_truncated_episode_is_bootstrapped_through(run):
-    """A reward of one for ever is worth 1 / (1 - gamma), whatever the time limit; SAC adds 2% for its entropy."""
+def test_the_value_at_truncation_is_bootstrapped(run):
+    """A constant reward of one has the value 1 / (1 - gamma), whatever the time limit; SAC's entropy adds 2%."""
     assert value(run, FOR_EVER) == pytest.approx(1 / (1 - GAMMA), rel=0.04)
 
 
@@ -96,15 +96,15 @@ def test_the_policy_finds_the_rewarded_action_in_the_tasks_units(run):
     assert float(action[0]) == pytest.approx(BEST, abs=0.12)
 
 
-def test_the_temperature_holds_the_policy_at_its_known_width(sac):
-    """Actions a are drawn as exp(-(a - 0.5)^2 / alpha): with a standard deviation of sqrt(alpha / 2)."""
+def test_sacs_policy_has_the_standard_deviation_of_the_closed_form(sac):
+    """The best policy is proportional to exp(-(a - 0.5)^2 / alpha), of standard deviation sqrt(alpha / 2)."""
     agent, state, _ = sac
     _, log_std = agent.policy(state.networks.params["actor"], jax.nn.one_hot(CHOICE, 5))
-    slope = 2.0 * (1.0 - (BEST / 2.0) ** 2)  # from before the squashing to the task's units
+    slope = 2.0 * (1.0 - (BEST / 2.0) ** 2)  # derivative of the task's action by the unsquashed one
     assert float(jnp.exp(log_std[0])) * slope == pytest.approx((TEMPERATURE / 2) ** 0.5, rel=0.25)
 
 
-def test_before_learning_starts_nothing_is_updated_and_nothing_told(run):
+def test_before_learning_starts_updates_are_zero_and_metrics_nan(run):
     _, _, telemetry = run
     assert np.isnan(telemetry["critic_loss"][:2]).all()
     assert np.isnan(telemetry["x_grad"][:2]).all()
@@ -113,8 +113,8 @@ def test_before_learning_starts_nothing_is_updated_and_nothing_told(run):
     assert np.isfinite(telemetry["x_grad"][2:]).all()
 
 
-def test_the_buffer_holds_what_happened(run):
-    """Every row is a transition of the rooms, with its reward for the action in the task's units."""
+def test_the_buffer_contains_transitions_of_the_task(run):
+    """Each row is a possible transition, with the reward of its action in the task's units."""
     _, state, _ = run
     rows = np.asarray(state.buffer.value, np.float64)
     observation, action, reward, following, terminated = np.split(rows, [5, 6, 7, 12], axis=1)
@@ -128,13 +128,13 @@ def test_the_buffer_holds_what_happened(run):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", [-1.0, 0.3])
-def test_a_tuned_temperature_drives_the_entropy_to_its_target(tuned, target):
-    """The median is 0.005 off, within 0.025, over 24 seeds; one iteration may be 0.75 off, or five in a row 0.2.
+def test_a_tuned_temperature_drives_the_entropy_to_its_target(train_tuned, target):
+    """Over 24 seeds the median is off by 0.005 (at most 0.025); one iteration may be off by 0.75, five in a row by 0.2.
 
     The telemetry has the mean temperature of an iteration of 128 updates. Adam moves the logarithm by about the
     learning rate in each, so that mean and last value are at most 128 learning rates apart.
     """
-    state, telemetry = tuned(target)
+    state, telemetry = train_tuned(target)
     assert float(np.median(telemetry["entropy"][-80:])) == pytest.approx(target, abs=0.06)
     last = float(jnp.exp(state.networks.params["temperature"]))
     mean = float(telemetry["temperature"][-1])
@@ -143,8 +143,8 @@ def test_a_tuned_temperature_drives_the_entropy_to_its_target(tuned, target):
 
 
 @pytest.fixture(scope="module")
-def tuned():
-    """Trains SAC with a tuned temperature towards a target that is data, so that it compiles once."""
+def train_tuned():
+    """Returns a function that trains SAC with a tuned temperature towards a target; it compiles only once."""
     settings = SACSettings(**SMALL | {"learning_starts": 0, "learning_rate": TUNED_RATE}, automatic_entropy=True)
     agent = SAC(Rooms(), Rooms.max_episode_steps, settings)
 
@@ -172,25 +172,25 @@ def dense(params, x, hidden=1):
 
 
 def critics(params, observation, action):
-    seen = np.concatenate([observation, action], axis=1)
-    return np.stack([dense(params["first"], seen)[:, 0], dense(params["second"], seen)[:, 0]])
+    inputs = np.concatenate([observation, action], axis=1)
+    return np.stack([dense(params["first"], inputs)[:, 0], dense(params["second"], inputs)[:, 0]])
 
 
 def networks_of(agent):
-    """Networks whose targets differ from them, and the same in float64."""
+    """Returns networks whose targets differ from them, and the same in float64."""
     init = jax.jit(lambda seed: agent.init(jax.random.key(seed)).networks)
     networks = dataclasses.replace(init(3), target=init(4).target)
     return networks, jax.tree.map(lambda x: np.asarray(x, np.float64), networks)
 
 
 def losses(agent, networks, batch, key):
-    """The undisturbed losses of critics and actor, and what they tell."""
+    """Returns the undisturbed losses and metrics of critics and actor."""
 
     @jax.jit
     def both(networks, batch):
-        given = networks, batch, key, agent.coefficients(networks.params)
+        arguments = networks, batch, key, agent.coefficients(networks.params)
         params = networks.params
-        return agent.critic_loss(params["critic"], *given), agent.actor_loss(params["actor"], *given)
+        return agent.critic_loss(params["critic"], *arguments), agent.actor_loss(params["actor"], *arguments)
 
     return both(networks, jax.tree.map(np.float32, batch))
 
@@ -202,7 +202,7 @@ def squashed(output, noise):
     return action, log_density.sum(1)
 
 
-def test_sacs_losses_match_float64_numpy():
+def test_sacs_losses_equal_float64_numpy():
     agent = SAC(Rooms(), 4, SACSettings(**SMALL))
     networks, exact = networks_of(agent)
     batch, key = batch_of(np.random.default_rng(0)), jax.random.key(5)
@@ -211,14 +211,14 @@ def test_sacs_losses_match_float64_numpy():
     after = critics(exact.target["critic"], batch.next_observation, action).min(0) - 0.2 * log_density
     target = batch.reward + GAMMA * (1 - batch.terminated) * after
     values = critics(exact.params["critic"], batch.observation, batch.action)
-    (loss, told), (actor_loss, actor_told) = losses(agent, networks, batch, key)
+    (loss, metrics), (actor_loss, actor_metrics) = losses(agent, networks, batch, key)
     np.testing.assert_allclose(loss, 0.5 * ((values - target) ** 2).mean(1).sum(), rtol=1e-4)
-    np.testing.assert_allclose(told["q_mean"], values.mean(), rtol=1e-4)
+    np.testing.assert_allclose(metrics["q_mean"], values.mean(), rtol=1e-4)
 
     action, log_density = squashed(dense(exact.params["actor"], batch.observation), noise)
     value = critics(exact.params["critic"], batch.observation, action).min(0)
     np.testing.assert_allclose(actor_loss, (0.2 * log_density - value).mean(), rtol=1e-4)
-    np.testing.assert_allclose(actor_told["entropy"], -log_density.mean(), rtol=1e-4)
+    np.testing.assert_allclose(actor_metrics["entropy"], -log_density.mean(), rtol=1e-4)
 
 
 def test_td3s_losses_smooth_the_target_and_match_float64_numpy():
@@ -239,19 +239,19 @@ def test_td3s_losses_smooth_the_target_and_match_float64_numpy():
     np.testing.assert_allclose(actor_loss, expected, rtol=1e-4)
 
 
-def test_target_networks_follow_in_closed_form():
+def test_target_networks_are_exponential_moving_averages():
     agent = TD3(Rooms(), 4, TD3Settings(**SMALL))
     networks, exact = networks_of(agent)
     moved = jax.jit(lambda networks: jax.lax.fori_loop(0, 10, lambda _, n: agent.move_targets(n), networks))(networks)
-    left = (1 - SMALL["tau"]) ** 10
+    remaining = (1 - SMALL["tau"]) ** 10
     online = {name: exact.params[name] for name in ("actor", "critic")}
-    expected = jax.tree.map(lambda fast, slow: fast + left * (slow - fast), online, exact.target)
+    expected = jax.tree.map(lambda fast, slow: fast + remaining * (slow - fast), online, exact.target)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), moved.target, expected)
 
 
 @pytest.fixture(scope="module")
 def learn():
-    """TD3's updates after a vector step, jitted, at a learning rate that is data; and three buffers to learn from."""
+    """Returns TD3, its jitted updates after a vector step with the learning rate as an argument, and three buffers."""
     agent = TD3(Rooms(), 4, TD3Settings(**SMALL))
 
     def learn(networks, store, key, rate):
@@ -262,33 +262,33 @@ def learn():
     return agent, jax.jit(learn), store
 
 
-def test_target_networks_move_once_for_each_delayed_update(learn):
-    """Eight updates of the critics, one in two of the actor: with nothing learned, four moves of the targets."""
+def test_target_networks_move_once_per_actor_update(learn):
+    """Every second of eight critic updates updates the actor, so targets move four times; the rate is almost zero."""
     agent, learn, store = learn
     networks, exact = networks_of(agent)
-    left = (1 - SMALL["tau"]) ** 4
+    remaining = (1 - SMALL["tau"]) ** 4
     online = {name: exact.params[name] for name in ("actor", "critic")}
-    expected = jax.tree.map(lambda fast, slow: fast + left * (slow - fast), online, exact.target)
+    expected = jax.tree.map(lambda fast, slow: fast + remaining * (slow - fast), online, exact.target)
     target = learn(networks, store[0], jax.random.key(1), np.float32(1e-12)).target
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), target, expected)
 
 
-def test_lanes_side_by_side_learn_as_alone_and_the_actor_is_delayed(learn):
+def test_vmapped_lanes_learn_as_alone_and_the_actor_is_delayed(learn):
     agent, learn, store = learn
     keys, rate = jax.random.split(jax.random.key(1), 3), np.float32(SMALL["learning_rate"])
     networks = jax.jit(jax.vmap(lambda key: agent.init(key).networks))(keys)
-    many = jax.jit(jax.vmap(learn, (0, 0, 0, None)))
-    together = many(networks, store, keys, rate)
+    vmapped = jax.jit(jax.vmap(learn, (0, 0, 0, None)))
+    results = vmapped(networks, store, keys, rate)
     for lane in range(3):
-        begin, mine = (jax.tree.map(lambda x, lane=lane: x[lane], tree) for tree in (networks, together))
-        alone = learn(begin, store[lane], keys[lane], rate)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), mine, alone)
-        assert (int(mine.optimizer["critic"].count), int(mine.optimizer["actor"].count)) == (8, 4)
-    assert learn._cache_size() == many._cache_size() == 1
+        initial, result = (jax.tree.map(lambda x, lane=lane: x[lane], tree) for tree in (networks, results))
+        alone = learn(initial, store[lane], keys[lane], rate)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), result, alone)
+        assert (int(result.optimizer["critic"].count), int(result.optimizer["actor"].count)) == (8, 4)
+    assert learn._cache_size() == vmapped._cache_size() == 1
 
 
-def test_raise_entropy_multiplies_the_temperature_of_sacs_losses_while_the_alarm_is_on():
-    """With the alarm on, updates at a temperature of 1/4 are those at 2, bit for bit; off, they are not."""
+def test_raise_entropy_multiplies_sacs_temperature_during_an_alarm():
+    """Updates at a temperature of 1/4 with the alarm on equal those at 2 without it, bit for bit."""
     agent = SAC(Rooms(), 4, SACSettings(**SMALL))
     store = jax.random.normal(jax.random.key(0), agent.buffer.init().shape)
     networks, _ = networks_of(agent)
@@ -314,7 +314,7 @@ def test_raise_entropy_multiplies_the_temperature_of_sacs_losses_while_the_alarm
 
 
 @pytest.mark.parametrize(
-    ("learner", "settings", "said"),
+    ("learner", "settings", "message"),
     [
         (ja.learners.sac, {"num_envs": 3}, "num_envs 3 does not divide iteration_steps 2048"),
         (ja.learners.sac, {"updates_per_step": 0.3}, "updates_per_step 0.3 times num_envs 8 must be a whole number"),
@@ -327,8 +327,8 @@ def test_raise_entropy_multiplies_the_temperature_of_sacs_losses_while_the_alarm
         (ja.learners.td3, {"hidden": []}, r"hidden must be widths of at least 1, not \[\]"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused_in_one_sentence(learner, settings, said):
-    with pytest.raises(ValueError, match=said):
+def test_invalid_settings_are_refused_with_a_message(learner, settings, message):
+    with pytest.raises(ValueError, match=message):
         learner("InvertedPendulum-v5", **settings)
 
 
@@ -341,7 +341,7 @@ def test_settings_that_make_no_sense_are_refused_in_one_sentence(learner, settin
     ],
     ids=["sac", "td3"],
 )
-def test_a_reset_takes_the_target_networks_along(agent):
+def test_periodic_reset_resets_target_networks_too(agent):
     learner = ja.remedied(ja.Learner(agent.init, agent.step), ja.remedies.periodic_reset(1))
 
     @jax.jit
@@ -354,9 +354,13 @@ def test_a_reset_takes_the_target_networks_along(agent):
         before, (state, telemetry) = state.learner.networks, advance(state, jnp.int32(step))
         after = state.learner.networks
         online = {name: after.params[name] for name in agent.targets}
-        same = all(jax.tree.leaves(jax.tree.map(lambda x, y: bool((x == y).all()), after.target, online)))
+        targets_equal_online = all(
+            jax.tree.leaves(jax.tree.map(lambda x, y: bool((x == y).all()), after.target, online))
+        )
         counts = [int(count) for _, count in optax.tree.get_all_with_path(after.optimizer, "count")]
-        assert same == all(count == 0 for count in counts) == (step == 1), "just after the reset alone"
+        assert targets_equal_online == all(count == 0 for count in counts) == (step == 1), (
+            "targets equal online networks only just after the reset"
+        )
         assert telemetry["acted_periodic_reset"] == (step == 1)
         moved = jax.tree.map(lambda x, y: float(jnp.max(jnp.abs(x - y))), after.params, before.params)
         assert max(jax.tree.leaves(moved)) > 0

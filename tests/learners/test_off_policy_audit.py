@@ -1,8 +1,6 @@
-"""SAC and TD3 in an audit: a neutral lane is its control, a target is kept to, a NaN stays in its lane; what is rolled
-back, and what is not.
+"""Tests audits of SAC and TD3: neutral lanes, targets, states of perturbations, isolation of NaN, and rolling back.
 
-By default the two have different perturbations, which together act at all their sites; SAC has both kinds of everything
-when the slow tests are run.
+By default the two have different perturbations, which together act at all sites; SAC has all of them in the slow tests.
 """
 
 import dataclasses
@@ -34,98 +32,98 @@ TINY = {
 }
 
 
-def fades_after_one(key, value, magnitude, seen):
-    """Every gradient but the first is multiplied by 1 - magnitude."""
-    factor = jnp.where(seen > 0, 1.0 - magnitude, 1.0)
-    return jax.tree.map(lambda x: factor * x, value), seen + 1
+def fade_after_first(key, value, magnitude, count):
+    """Multiplies every gradient except the first by 1 - magnitude."""
+    factor = jnp.where(count > 0, 1.0 - magnitude, 1.0)
+    return jax.tree.map(lambda x: factor * x, value), count + 1
 
 
-FADING = ja.Kind("fading", "signal", "gradient", fades_after_one, target="critic", init=lambda value: jnp.int32(0))()
+FADING = ja.Kind("fading", "signal", "gradient", fade_after_first, target="critic", init=lambda value: jnp.int32(0))()
 
 
-def when(perturbation):
+def in_window(perturbation):
     return dataclasses.replace(perturbation, when=ja.window(OPEN, CLOSE - OPEN))
 
 
-def forked_from_a_baseline(learner, chosen):
-    """Telemetry `[condition, step, ...]`, by channel."""
-    result = ja.audit(learner, chosen, seeds=1, steps=STEPS, settings=ja.metrics.MetricSettings(2))
+def forked_from_a_baseline(learner, perturbations):
+    """Returns telemetry `[condition, step, ...]` by channel, of lanes that fork where their windows open."""
+    result = ja.audit(learner, perturbations, seeds=1, steps=STEPS, settings=ja.metrics.MetricSettings(2))
     return {k: v.values[0] for k, v in result.telemetry.items() if v.dims[:3] == ("seed", "condition", "step")}
 
 
-def from_the_start(learner, chosen):
-    """The same, of lanes that part at step 0, before their windows open: by what is neutral, and no kind twice."""
+def forked_at_step_0(learner, perturbations):
+    """Returns the same for lanes that fork at step 0, where a neutral perturbation of another kind opens."""
     noise, rate = ja.weight_noise(0.0, onset=0, duration=1), ja.lr_spike(1.0, onset=0, duration=1)
-    parted = [ja.chain(noise if p.name == "lr_spike" else rate, p) for p in chosen]
-    return {k: v[0] for k, v in train_from_the_start(learner, parted, seeds=1, steps=STEPS).items()}
+    chains = [ja.chain(noise if p.name == "lr_spike" else rate, p) for p in perturbations]
+    return {k: v[0] for k, v in train_from_the_start(learner, chains, seeds=1, steps=STEPS).items()}
 
 
-def named(*names):
+def perturbations_of(*names):
     return [registry.perturbations[name]() for name in names]
 
 
 SITES = {
-    "sac": named("adversarial_observation", "clip_failure", "layer_reset", "momentum_noise", "reward_delay"),
-    "td3": named("adversarial_reward", "action_delayed", "weight_noise"),
+    "sac": perturbations_of("adversarial_observation", "clip_failure", "layer_reset", "momentum_noise", "reward_delay"),
+    "td3": perturbations_of("adversarial_reward", "action_delayed", "weight_noise"),
 }
-EVERYTHING = [*SITES["sac"], *named("critic_reset", "second_moment_drift")]
+ALL_KINDS = [*SITES["sac"], *perturbations_of("critic_reset", "second_moment_drift")]
 
 
-def audited(name, chosen, train, **settings):
+def audited(name, perturbations, train, **settings):
     learner = getattr(ja.learners, name)("InvertedPendulum-v5", **TINY, **settings)
-    neutral = [dataclasses.replace(p, magnitude=p.neutral) for p in chosen]
+    neutral = [dataclasses.replace(p, magnitude=p.neutral) for p in perturbations]
     spike = ja.lr_spike(100.0, target="critic")
     broken = ja.weight_noise(float("inf"), target="actor")
-    felt = [dataclasses.replace(p, target=None) for p in chosen]
-    return learner, train(learner, [when(p) for p in [*neutral, spike, broken, FADING, *felt]]), len(neutral)
+    untargeted = [dataclasses.replace(p, target=None) for p in perturbations]
+    return learner, train(learner, [in_window(p) for p in [*neutral, spike, broken, FADING, *untargeted]]), len(neutral)
 
 
 CASES = {
-    "sac": lambda: audited("sac", SITES["sac"], from_the_start, automatic_entropy=True),
-    "td3": lambda: audited("td3", SITES["td3"], from_the_start),
-    "sac, everything": lambda: audited("sac", EVERYTHING, forked_from_a_baseline, automatic_entropy=True),
+    "sac": lambda: audited("sac", SITES["sac"], forked_at_step_0, automatic_entropy=True),
+    "td3": lambda: audited("td3", SITES["td3"], forked_at_step_0),
+    "sac, everything": lambda: audited("sac", ALL_KINDS, forked_from_a_baseline, automatic_entropy=True),
 }
 
 
 SAC, TD3 = (pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sac", "td3"))
-EVERYTHING = pytest.param("sac, everything", marks=pytest.mark.slow)
+ALL_KINDS = pytest.param("sac, everything", marks=pytest.mark.slow)
 
 
-@pytest.fixture(scope="module", params=[SAC, TD3, EVERYTHING])
+@pytest.fixture(scope="module", params=[SAC, TD3, ALL_KINDS])
 def audit(request):
     return CASES[request.param]()
 
 
-def same(a, b):
+def equal(a, b):
     return np.array_equal(a, b, equal_nan=True)
 
 
-def test_identity_a_neutral_lane_is_bitwise_the_control(audit):
+def test_a_neutral_lane_equals_the_control_bitwise(audit):
     _, telemetry, neutral = audit
     for channel, values in telemetry.items():
         for condition in range(1, 1 + neutral):
-            assert same(values[condition], values[0]), channel
+            assert equal(values[condition], values[0]), channel
 
 
-def test_every_site_is_felt_when_its_window_opens(audit):
+def test_every_perturbation_acts_from_the_start_of_its_window(audit):
     _, telemetry, neutral = audit
     for condition in range(4 + neutral, 4 + 2 * neutral):
         for channel, values in telemetry.items():
-            assert same(values[condition, :OPEN], values[0, :OPEN]), channel
-        assert any(not same(values[condition, OPEN:], values[0, OPEN:]) for values in telemetry.values()), condition
+            assert equal(values[condition, :OPEN], values[0, :OPEN]), channel
+        assert any(not equal(values[condition, OPEN:], values[0, OPEN:]) for values in telemetry.values()), condition
 
 
-def test_a_target_takes_the_critic_and_leaves_the_actor(audit):
+def test_a_targeted_lr_spike_acts_on_the_critic_only(audit):
     _, telemetry, neutral = audit
     spiked = 1 + neutral
     rates = {name: telemetry[f"{name}_learning_rate"][spiked, 1:] for name in ("actor", "critic")}
     np.testing.assert_allclose(rates["actor"], 3e-4, rtol=1e-5)
-    open_ = (np.arange(1, STEPS) >= OPEN) & (np.arange(1, STEPS) < CLOSE)
-    np.testing.assert_allclose(rates["critic"], np.where(open_, 3e-2, 3e-4), rtol=1e-5)
+    is_open = (np.arange(1, STEPS) >= OPEN) & (np.arange(1, STEPS) < CLOSE)
+    np.testing.assert_allclose(rates["critic"], np.where(is_open, 3e-2, 3e-4), rtol=1e-5)
 
 
-def test_what_a_perturbation_remembers_is_carried_through_the_updates(audit):
-    """The critic's gradient is zero from the window's second update on; the actor's never."""
+def test_a_perturbations_state_is_carried_through_the_updates(audit):
+    """The critic's gradient is zero from the second update in the window on; the actor's never is."""
     _, telemetry, neutral = audit
     norms = {name: telemetry[f"{name}_gradient_norm"][[0, 3 + neutral]] for name in ("actor", "critic")}
     control, fading = norms["critic"]
@@ -135,18 +133,18 @@ def test_what_a_perturbation_remembers_is_carried_through_the_updates(audit):
     assert (norms["actor"][1, 1:] > 0).all()
 
 
-def test_isolation_a_lane_of_nan_changes_no_other(audit):
+def test_a_lane_of_nan_changes_no_other_lane(audit):
     _, telemetry, neutral = audit
     assert np.isnan(telemetry["params_norm"][2 + neutral, OPEN:]).all()
     assert np.isfinite(telemetry["params_norm"][: 2 + neutral]).all()
     assert np.isfinite(telemetry["params_norm"][3 + neutral :]).all()
 
 
-def test_telemetry_is_nan_until_learning_starts_and_full_after(audit):
+def test_telemetry_is_nan_until_learning_starts_and_finite_afterwards(audit):
     learner, telemetry, _ = audit
-    told = {"critic_loss", "actor_loss", "q_mean", "x_grad", "x_grad_dominant", "x_mem", "gradient_norm"}
-    told |= {"entropy", "temperature"} if learner.name == "sac" else set()
-    for channel in told:
+    channels = {"critic_loss", "actor_loss", "q_mean", "x_grad", "x_grad_dominant", "x_mem", "gradient_norm"}
+    channels |= {"entropy", "temperature"} if learner.name == "sac" else set()
+    for channel in channels:
         assert np.isnan(telemetry[channel][0, 0]), channel
         assert np.isfinite(telemetry[channel][0, 1:]).all(), channel
     ((_, layers),) = learner.channel("layer_gradient_norm").dims
@@ -154,15 +152,15 @@ def test_telemetry_is_nan_until_learning_starts_and_full_after(audit):
     assert np.isfinite(telemetry["evaluation_return"][0, STEPS - 1])
 
 
-def test_without_clipping_there_is_no_site_for_it():
+def test_clip_failure_is_refused_without_clipping():
     learner = ja.learners.td3("InvertedPendulum-v5", **TINY | {"max_grad_norm": 0.0})
     with pytest.raises(ValueError, match="acts at site 'clip_norm', which the learner does not tap"):
-        ja.plan(learner, [when(ja.clip_failure(10.0))], seeds=1, steps=STEPS)
+        ja.plan(learner, [in_window(ja.clip_failure(10.0))], seeds=1, steps=STEPS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "exploration"), [("sac", {}), ("td3", {"exploration_noise": 0.3})])
-def test_learns_inverted_pendulum(name, exploration):
+def test_sac_and_td3_learn_inverted_pendulum(name, exploration):
     learner = getattr(ja.learners, name)(
         "InvertedPendulum-v5",
         hidden=(64, 64),
@@ -185,7 +183,7 @@ def test_learns_inverted_pendulum(name, exploration):
 
 @dataclasses.dataclass(frozen=True)
 class AlarmAt:
-    """A watch that raises an alarm at one step, of what says which step it is."""
+    """A watch that raises an alarm at one step; it counts the steps itself."""
 
     step: int
     provenance: str = "none"
@@ -198,8 +196,8 @@ class AlarmAt:
 
 
 @pytest.mark.exhaustive
-def test_a_rolled_back_learner_samples_nothing_that_was_never_written():
-    """SAC goes back to step 4 at step 9: its buffer holds all steps, and its networks are those of step 4."""
+def test_roll_back_keeps_the_replay_buffer():
+    """SAC rolls back from step 9 to step 4: its buffer keeps all steps, and its networks are those of step 4."""
     learner = ja.learners.sac(
         "InvertedPendulum-v5",
         num_envs=2,
@@ -216,16 +214,16 @@ def test_a_rolled_back_learner_samples_nothing_that_was_never_written():
     engine = Engine(grid, 12)
     first, batch = layout(grid)
     states, _ = engine.advance(first, engine.initial(first), 0, 1)
-    held = engine.copies(first, states)
-    states, rows = engine.advance(batch, engine.forked(lambda seeds: held, batch), 1, 12)
+    copies = engine.copies(first, states)
+    states, rows = engine.advance(batch, engine.forked(lambda seeds: copies, batch), 1, 12)
     lanes = jax.tree.map(np.asarray, states.learner)
-    control, back = (jax.tree.map(lambda x, lane=lane: x[lane], lanes) for lane in (0, 1))
+    control, rolled_back = (jax.tree.map(lambda x, lane=lane: x[lane], lanes) for lane in (0, 1))
     written = 12 * 16
-    for store in (control.buffer.value, back.buffer.value):
-        assert (store[:written] != 0).any(1).all(), "a row that was never written"
+    for store in (control.buffer.value, rolled_back.buffer.value):
+        assert (store[:written] != 0).any(1).all(), "every row up to here was written"
         assert not store[written:].any()
     before = 9 * 16
-    np.testing.assert_array_equal(control.buffer.value[:before], back.buffer.value[:before])
+    np.testing.assert_array_equal(control.buffer.value[:before], rolled_back.buffer.value[:before])
     norms = np.asarray(rows["params_norm"])[:, :2]
     assert (norms[:8, 0] == norms[:8, 1]).all()
     assert norms[8, 0] != norms[8, 1]

@@ -1,4 +1,4 @@
-"""What PPO and TRPO share, on tasks whose values are known."""
+"""Tests what PPO and TRPO share, on tasks with known values."""
 
 import jax
 import jax.numpy as jnp
@@ -23,41 +23,45 @@ LIMIT = 4
 
 
 @pytest.fixture(scope="module", params=AGENTS)
-def learned(request):
-    """Value, mean action and performance of agents trained side by side on three probes, by the probe's name."""
+def trained(request):
+    """Trains agents on three probes, and returns value, mean action and performance by the probe's name."""
     algorithm, settings = AGENTS[request.param]
 
     def lane(rewards_action, terminates):
         probe = Probe(lambda a: jnp.where(rewards_action, -((a - 0.5) ** 2), 1.0), terminates)
         agent = algorithm(probe, LIMIT, settings)
         state, telemetry = train(agent, 200)
-        seen = jnp.ones(1)
-        return agent.value(state.params, seen), agent.policy(state.params, seen)[0][0], telemetry["performance"]
+        observation = jnp.ones(1)
+        return (
+            agent.value(state.params, observation),
+            agent.policy(state.params, observation)[0][0],
+            telemetry["performance"],
+        )
 
-    found = jax.jit(jax.vmap(lane))(jnp.array([False, False, True]), jnp.array([True, False, True]))
+    results = jax.jit(jax.vmap(lane))(jnp.array([False, False, True]), jnp.array([True, False, True]))
     names = ("terminated", "truncated", "action")
-    return {name: tuple(np.asarray(x)[index] for x in found) for index, name in enumerate(names)}
+    return {name: tuple(np.asarray(x)[index] for x in results) for index, name in enumerate(names)}
 
 
-def test_a_terminated_episode_is_worth_its_reward_alone(learned):
-    value, _, _ = learned["terminated"]
+def test_the_value_before_termination_is_the_last_reward(trained):
+    value, _, _ = trained["terminated"]
     assert value == pytest.approx(1.0, abs=0.02)
 
 
-def test_a_truncated_episode_is_bootstrapped_through(learned):
-    """A constant reward of one for ever is worth 1 / (1 - gamma), whatever the time limit."""
-    value, _, _ = learned["truncated"]
+def test_the_value_at_truncation_is_bootstrapped(trained):
+    """A constant reward of one has the value 1 / (1 - gamma), whatever the time limit."""
+    value, _, _ = trained["truncated"]
     assert value == pytest.approx(10.0, rel=0.02)
 
 
-def test_the_policy_finds_the_rewarded_action(learned):
-    _, mean, performance = learned["action"]
+def test_the_policy_finds_the_rewarded_action(trained):
+    _, mean, performance = trained["action"]
     assert mean == pytest.approx(0.5, abs=0.1)
     assert performance[-1] > performance[0] + 0.3
 
 
 @pytest.mark.exhaustive
-def test_performance_is_not_contaminated_by_a_disturbed_reward():
+def test_a_disturbed_reward_does_not_change_the_performance():
     settings = PPOSettings(**(SMALL | {"num_envs": 2, "epochs": 1}))
     agent = PPO(Probe(lambda a: jnp.float32(1.0), False), 16, settings)
     learner = ja.Learner(agent.init, agent.step, name="probe")
@@ -80,14 +84,14 @@ def test_rewards_are_scaled_by_the_deviation_of_the_discounted_return():
             discounted = 0.9 * discounted + reward
             history.append(discounted)
             discounted = np.where(ended, 0.0, discounted)
-        scaled, returns, carried = scale(state, np.float32(rewards[half]), done[half])
-        state = state.replace(returns=returns, discounted=carried)
+        scaled, returns, new_discounted = scale(state, np.float32(rewards[half]), done[half])
+        state = state.replace(returns=returns, discounted=new_discounted)
     np.testing.assert_allclose(scaled, np.clip(rewards[1] / np.std(history), -10, 10), rtol=1e-4)
-    np.testing.assert_allclose(carried, discounted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(new_discounted, discounted, rtol=1e-4, atol=1e-5)
 
 
-class TellsTheError(Taps):
-    """Puts the temporal-difference error it is offered in the place of the reward."""
+class ErrorAsReward(Taps):
+    """Taps that replace the reward by the temporal-difference error in the site's context."""
 
     def __call__(self, site, value, **context):
         return context["td_error"](value) if site == "reward" else value
@@ -96,23 +100,23 @@ class TellsTheError(Taps):
         return jax.lax.scan(lambda carry, x: body(self, carry, x), init, xs, length)
 
 
-def test_a_perturbation_is_offered_the_error_in_the_tasks_rewards():
-    """A critic that says 2 deviations of 50 of a return that is 100: nothing is left to be surprised at."""
+def test_td_errors_in_a_sites_context_are_in_the_tasks_units():
+    """The critic predicts 2 deviations of 50 for a return of 100, so that the temporal-difference error is small."""
     settings = PPOSettings(**(SMALL | {"normalize_rewards": True, "gamma": 0.99, "gae_lambda": 0.0}))
     agent = PPO(Probe(lambda a: jnp.float32(1.0), False), 1000, settings)
     state = jax.jit(agent.init)(jax.random.key(0))
-    flat = jax.tree.map(np.zeros_like, state.params["critic"])
-    flat["Dense_1"]["bias"] += 2.0
+    critic = jax.tree.map(np.zeros_like, state.params["critic"])
+    critic["Dense_1"]["bias"] += 2.0
     state = state.replace(
-        params=state.params | {"critic": flat},
+        params=state.params | {"critic": critic},
         returns=Moments(jnp.float32(1e9), jnp.float32(0.0), jnp.float32(2500.0)),
     )
-    _, samples = jax.jit(lambda state: agent.collect(state, jax.random.key(1), TellsTheError()))(state)
+    _, samples = jax.jit(lambda state: agent.collect(state, jax.random.key(1), ErrorAsReward()))(state)
     np.testing.assert_allclose(samples.advantage, 0.0 + 0.99 * 2.0 - 2.0, atol=1e-3)
 
 
 @pytest.mark.parametrize(("steps", "times"), [(29, 10), (489, 10), (7, 20), (10, 1), (12, 4)])
-def test_evaluations_are_as_many_as_asked_for_and_the_last_at_the_end(steps, times):
+def test_evaluations_are_evenly_spaced_and_end_with_the_last_step(steps, times):
     probe = Probe(lambda a: a, True)
 
     def step(_, t):
@@ -126,22 +130,22 @@ def test_evaluations_are_as_many_as_asked_for_and_the_last_at_the_end(steps, tim
             max_episode_steps=3,
         )
 
-    _, found = jax.jit(lambda: jax.lax.scan(step, None, jnp.arange(steps)))()
-    due = np.flatnonzero(np.isfinite(found))
+    _, returns = jax.jit(lambda: jax.lax.scan(step, None, jnp.arange(steps)))()
+    due = np.flatnonzero(np.isfinite(returns))
     assert len(due) == min(steps, times)
     assert due[-1] == steps - 1
     assert np.ptp(np.diff(due, prepend=-1)) <= 1
-    np.testing.assert_array_equal(np.asarray(found)[due], 0.5)
+    np.testing.assert_array_equal(np.asarray(returns)[due], 0.5)
 
 
-def test_an_environment_with_dear_resets_gets_new_ones_every_iteration():
-    class Dear(Probe):
+def test_a_pool_of_expensive_resets_is_renewed_every_iteration():
+    class ExpensiveReset(Probe):
         cheap_reset = False
 
         def reset(self, rng):
             return super().reset(rng).replace(obs=jax.random.normal(rng, (1,)))
 
-    agent = PPO(Dear(lambda a: a, True), 16, PPOSettings(**(SMALL | {"num_envs": 2})))
+    agent = PPO(ExpensiveReset(lambda a: a, True), 16, PPOSettings(**(SMALL | {"num_envs": 2})))
     state = jax.jit(agent.init)(jax.random.key(0))
     collect = jax.jit(lambda state, key: agent.collect(state, key, Taps())[0])
     pools = [np.asarray(state.episodes.pool.obs)]

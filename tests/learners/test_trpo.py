@@ -1,4 +1,4 @@
-"""TRPO's step against float64 NumPy, what its line search refuses, and TRPO on a real task."""
+"""Tests TRPO's step against float64 NumPy, its line search, its perturbation sites, and TRPO on InvertedPendulum."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ OPEN = slice(4, 6)
 
 
 class Wide(Probe):
-    """Three observations and two actions; only their numbers matter here."""
+    """A task of which only the sizes matter: three observations and two actions."""
 
     action_low, action_high = np.full(2, -2.0, np.float32), np.full(2, 2.0, np.float32)
     observation_size, action_size = 3, 2
@@ -29,16 +29,22 @@ class Wide(Probe):
 
 @pytest.fixture(scope="module")
 def agent():
-    chosen = {"num_envs": 2, "rollout_length": SAMPLES // 2, "minibatch_size": 16, "hidden": (WIDTH,), "log_std": -0.3}
-    return TRPO(Wide(None, False), 16, TRPOSettings(**chosen, cg_steps=60, critic_epochs=2))
+    settings = {
+        "num_envs": 2,
+        "rollout_length": SAMPLES // 2,
+        "minibatch_size": 16,
+        "hidden": (WIDTH,),
+        "log_std": -0.3,
+    }
+    return TRPO(Wide(None, False), 16, TRPOSettings(**settings, cg_steps=60, critic_epochs=2))
 
 
 @pytest.fixture(scope="module")
 def params(agent):
-    """Parameters away from their special initial values."""
+    """Returns parameters that are perturbed away from their initial values."""
     rng = np.random.default_rng(0)
-    fresh = jax.jit(agent.init_params)(jax.random.key(0))
-    return jax.tree.map(lambda p: jnp.asarray(p + np.float32(rng.normal(0, 0.3, p.shape))), fresh)
+    initial = jax.jit(agent.init_params)(jax.random.key(0))
+    return jax.tree.map(lambda p: jnp.asarray(p + np.float32(rng.normal(0, 0.3, p.shape))), initial)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +76,7 @@ def flat64(tree):
 
 
 def reference_policy(policy, observation):
-    """Means and log standard deviations of the one-hidden-layer network, in float64."""
+    """Returns means, log standard deviations and hidden units of a network with one hidden layer, in float64."""
     p, x = float64(policy), np.asarray(observation, np.float64)
     first, second = p["actor"]["Dense_0"], p["actor"]["Dense_1"]
     hidden = np.tanh(x @ first["kernel"] + first["bias"])
@@ -78,7 +84,7 @@ def reference_policy(policy, observation):
 
 
 def reference_fisher(policy, observation):
-    """E[score score'] of the Gaussian, from the network's Jacobian written out; leaves in JAX's order."""
+    """Returns E[score score'] of the Gaussian by the network's written-out Jacobian; leaves are in JAX's order."""
     _, log_std, hidden = reference_policy(policy, observation)
     x = np.asarray(observation, np.float64)
     n, actions = len(x), len(log_std)
@@ -86,12 +92,12 @@ def reference_fisher(policy, observation):
     inner = (1 - hidden**2)[:, :, None] * out[None]
     jacobian = np.zeros((n, actions, len(flat64(policy))))
     for k in range(actions):
-        one = np.eye(actions)[k]
+        unit = np.eye(actions)[k]
         pieces = [
             inner[:, :, k],
             np.einsum("ni,nj->nij", x, inner[:, :, k]).reshape(n, -1),
-            np.broadcast_to(one, (n, actions)),
-            np.einsum("nj,k->njk", hidden, one).reshape(n, -1),
+            np.broadcast_to(unit, (n, actions)),
+            np.einsum("nj,k->njk", hidden, unit).reshape(n, -1),
             np.zeros((n, actions)),
         ]
         jacobian[:, k] = np.concatenate(pieces, axis=1)
@@ -101,7 +107,7 @@ def reference_fisher(policy, observation):
 
 
 def reference_divergence(old, new, observation):
-    """Mean KL(old || new), textbook form."""
+    """Returns the mean KL(old || new) by the textbook formula."""
     (a, la, _), (b, lb, _) = reference_policy(old, observation), reference_policy(new, observation)
     va, vb = np.exp(2 * la), np.exp(2 * lb)
     return (0.5 * (np.log(vb / va) + (va + (a - b) ** 2) / vb - 1)).sum(-1).mean()
@@ -128,11 +134,11 @@ def gradient(agent, policy, batch):
 
 @pytest.fixture(scope="module")
 def propose(agent, policy, batch):
-    """The natural step down a gradient."""
+    """Returns a function from a gradient to the natural-gradient step that descends it."""
     return jax.jit(lambda gradient: agent.proposal(policy, gradient, batch, DELTA))
 
 
-def test_the_natural_step_matches_a_dense_float64_solve(policy, batch, gradient, propose):
+def test_the_natural_step_equals_a_dense_float64_solve(policy, batch, gradient, propose):
     proposal = propose(gradient)
     matrix = reference_fisher(policy, batch.observation) + DAMPING * np.eye(len(flat64(policy)))
     g = flat64(gradient)
@@ -144,7 +150,7 @@ def test_the_natural_step_matches_a_dense_float64_solve(policy, batch, gradient,
     np.testing.assert_allclose(flat64(longer.change), expected, rtol=1e-3, atol=1e-6)
 
 
-def test_few_conjugate_gradient_steps_say_how_far_they_are(agent, policy, batch, gradient):
+def test_the_residual_of_few_conjugate_gradient_steps_is_reported(agent, policy, batch, gradient):
     short = TRPO(agent.env, 16, TRPOSettings(hidden=(WIDTH,), cg_steps=3))
     proposal = jax.jit(short.proposal)(policy, gradient, batch, DELTA)
     matrix = reference_fisher(policy, batch.observation) + DAMPING * np.eye(len(flat64(policy)))
@@ -156,21 +162,21 @@ def test_few_conjugate_gradient_steps_say_how_far_they_are(agent, policy, batch,
     assert float(proposal.residual) == pytest.approx(np.linalg.norm(direction - fitted), rel=1e-3)
 
 
-def test_the_surrogates_gradient_and_the_divergence_match_float64(agent, policy, batch):
+def test_the_surrogates_gradient_and_the_kl_equal_float64(agent, policy, batch):
     parts = jax.jit(agent.gradients)(policy, batch)
-    found = flat64(jax.tree.map(lambda g: np.asarray(g, np.float64).mean(0), parts))
+    gradient = flat64(jax.tree.map(lambda g: np.asarray(g, np.float64).mean(0), parts))
     origin, structure = jax.tree.flatten(float64(policy))
     slopes = []
     for index, leaf in enumerate(origin):
-        for place in np.ndindex(leaf.shape):
+        for position in np.ndindex(leaf.shape):
             ends = []
             for sign in (1, -1):
                 moved = leaf.copy()
-                moved[place] += sign * 1e-5
+                moved[position] += sign * 1e-5
                 changed = structure.unflatten([*origin[:index], moved, *origin[index + 1 :]])
                 ends.append(reference_surrogate(changed, batch))
             slopes.append(-(ends[0] - ends[1]) / 2e-5)
-    np.testing.assert_allclose(found, slopes, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(gradient, slopes, rtol=1e-3, atol=1e-5)
     moved = jax.tree.map(lambda p: np.asarray(p) + np.float32(0.05), policy)
     divergence = jax.jit(lambda *policies: agent.head.kl(*(agent.policy(p, batch.observation) for p in policies)))
     expected = reference_divergence(policy, moved, batch.observation)
@@ -184,7 +190,7 @@ def change(propose, gradient):
 
 @pytest.fixture(scope="module")
 def search(agent, policy, batch):
-    """A line search along a change from a first length."""
+    """Returns a line search along a change, which begins with a given step length."""
     measure = agent.comparison(policy, batch)
     limits = {"max_kl": DELTA, "factor": 0.8, "max_backtracks": 10}
     return jax.jit(lambda change, first: line_search(measure, policy, change, first_length=first, **limits))
@@ -192,7 +198,7 @@ def search(agent, policy, batch):
 
 @pytest.mark.parametrize("first_length", [0.5, 1.0, 3.0])
 def test_the_line_search_takes_the_first_step_within_the_trust_region(search, policy, change, batch, first_length):
-    found = search(change, first_length)
+    result = search(change, first_length)
     before = reference_surrogate(policy, batch)
     for backtracks in range(11):
         length = first_length * 0.8**backtracks
@@ -201,19 +207,19 @@ def test_the_line_search_takes_the_first_step_within_the_trust_region(search, po
         gain = reference_surrogate(candidate, batch) - before
         if divergence <= DELTA and gain > 0:
             break
-    assert bool(found.accepted)
-    assert int(found.backtracks) == backtracks
-    assert float(found.length) == pytest.approx(length, rel=1e-6)
-    assert float(found.kl) == pytest.approx(divergence, rel=1e-3)
-    assert float(found.gain) == pytest.approx(gain, rel=1e-3)
-    np.testing.assert_allclose(flat64(found.params), flat64(candidate), rtol=1e-5, atol=1e-6)
-    assert reference_divergence(policy, found.params, batch.observation) <= DELTA * (1 + 1e-4)
+    assert bool(result.accepted)
+    assert int(result.backtracks) == backtracks
+    assert float(result.length) == pytest.approx(length, rel=1e-6)
+    assert float(result.kl) == pytest.approx(divergence, rel=1e-3)
+    assert float(result.gain) == pytest.approx(gain, rel=1e-3)
+    np.testing.assert_allclose(flat64(result.params), flat64(candidate), rtol=1e-5, atol=1e-6)
+    assert reference_divergence(policy, result.params, batch.observation) <= DELTA * (1 + 1e-4)
 
 
-def test_norms_by_layer_are_root_mean_squares(params, batch):
-    """Over minibatches; the critic's of its first epoch, here of one minibatch."""
-    chosen = {"num_envs": 2, "rollout_length": SAMPLES // 2, "minibatch_size": SAMPLES, "hidden": (WIDTH,)}
-    agent, critic = TRPO(Wide(None, False), 16, TRPOSettings(**chosen, critic_epochs=2)), params["critic"]
+def test_layer_norms_are_root_mean_squares_over_minibatches(params, batch):
+    """The critic's norms are root mean squares over the minibatches of its first epoch, here a single one."""
+    settings = {"num_envs": 2, "rollout_length": SAMPLES // 2, "minibatch_size": SAMPLES, "hidden": (WIDTH,)}
+    agent, critic = TRPO(Wide(None, False), 16, TRPOSettings(**settings, critic_epochs=2)), params["critic"]
     optimizer = agent.optimizer.init(critic)
     samples = jax.tree.map(lambda x: x.reshape(SAMPLES // 2, 2, *x.shape[1:]), batch)
     *_, norms = jax.jit(lambda c: agent.fit_critic(c, optimizer, samples, jax.random.key(0), Taps(0, 1)))(critic)
@@ -224,23 +230,23 @@ def test_norms_by_layer_are_root_mean_squares(params, batch):
     assert float(_root_mean_square_norm(jnp.asarray(several))) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize(("most", "accepted"), [(2, False), (3, True), (4, True)])
-def test_the_line_search_tries_as_often_as_it_may(most, accepted):
-    """Where the third backtrack is the first within the region: 0.5^3 <= 0.2 < 0.5^2."""
-    found = line_search(
+@pytest.mark.parametrize(("max_backtracks", "accepted"), [(2, False), (3, True), (4, True)])
+def test_the_line_search_backtracks_at_most_max_backtracks_times(max_backtracks, accepted):
+    """The third backtrack is the first within the trust region: 0.5^3 <= 0.2 < 0.5^2."""
+    result = line_search(
         lambda x: (jnp.abs(x), jnp.float32(1.0)),
         jnp.float32(0.0),
         jnp.float32(1.0),
         max_kl=0.2,
         first_length=1.0,
         factor=0.5,
-        max_backtracks=most,
+        max_backtracks=max_backtracks,
     )
-    assert (bool(found.accepted), int(found.backtracks)) == (accepted, min(most, 3))
-    assert float(found.params) == (0.125 if accepted else 0.0)
+    assert (bool(result.accepted), int(result.backtracks)) == (accepted, min(max_backtracks, 3))
+    assert float(result.params) == (0.125 if accepted else 0.0)
 
 
-REFUSED = {
+REJECTED_CHANGES = {
     "uphill": lambda change: jax.tree.map(lambda c: -c, change),
     "too far": lambda change: jax.tree.map(lambda c: np.float32(1e3) * c, change),
     "zero": lambda change: jax.tree.map(np.zeros_like, change),
@@ -249,18 +255,20 @@ REFUSED = {
 }
 
 
-def test_a_step_that_is_refused_keeps_the_old_policy_bit_for_bit(search, policy, change):
+def test_a_rejected_step_keeps_the_old_policy_bitwise(search, policy, change):
     change = jax.tree.map(np.asarray, change)
-    changes = jax.tree.map(lambda *leaves: np.stack(leaves), change, *(bad(change) for bad in REFUSED.values()))
-    found = jax.jit(jax.vmap(search, (0, None)))(changes, 1.0)
-    np.testing.assert_array_equal(found.accepted, [True] + len(REFUSED) * [False])
-    for lane in range(1, 1 + len(REFUSED)):
-        kept = jax.tree.map(lambda leaf, lane=lane: np.asarray(leaf)[lane], found)
-        assert equal(kept.params, policy)
-        assert (int(kept.backtracks), float(kept.length), float(kept.kl), float(kept.gain)) == (10, 0, 0, 0)
+    changes = jax.tree.map(
+        lambda *leaves: np.stack(leaves), change, *(bad(change) for bad in REJECTED_CHANGES.values())
+    )
+    results = jax.jit(jax.vmap(search, (0, None)))(changes, 1.0)
+    np.testing.assert_array_equal(results.accepted, [True] + len(REJECTED_CHANGES) * [False])
+    for lane in range(1, 1 + len(REJECTED_CHANGES)):
+        result = jax.tree.map(lambda leaf, lane=lane: np.asarray(leaf)[lane], results)
+        assert equal(result.params, policy)
+        assert (int(result.backtracks), float(result.length), float(result.kl), float(result.gain)) == (10, 0, 0, 0)
 
 
-class Altering(Taps):
+class ScalingTaps(Taps):
     """Taps that multiply the policy's gradient."""
 
     def __init__(self, factor):
@@ -273,15 +281,15 @@ class Altering(Taps):
 
 @pytest.fixture(scope="module")
 def improve(agent, params, batch):
-    """One improvement with the policy's gradient multiplied by a factor: parameters and telemetry."""
+    """Returns a function from a factor of the policy's gradient to the improved parameters and the telemetry."""
     samples = jax.tree.map(lambda x: np.reshape(x, (SAMPLES // 2, 2, *x.shape[1:])), batch)
     optimizer = jax.jit(agent.optimizer.init)(params["critic"])
 
-    def once(factor):
-        improved, _, telemetry = agent.improve(params, optimizer, samples, jax.random.key(0), Altering(factor))
+    def improve_once(factor):
+        improved, _, telemetry = agent.improve(params, optimizer, samples, jax.random.key(0), ScalingTaps(factor))
         return improved, telemetry
 
-    return once
+    return improve_once
 
 
 FACTORS = (1.0, jnp.nan, jnp.inf, 0.0)
@@ -289,12 +297,12 @@ FACTORS = (1.0, jnp.nan, jnp.inf, 0.0)
 
 @pytest.fixture(scope="module")
 def lanes(improve):
-    """What becomes of each factor, all computed side by side."""
+    """Returns the improvements of all factors, computed by vmap."""
     return jax.jit(jax.vmap(improve))(jnp.array(FACTORS))
 
 
 @pytest.mark.parametrize("lane", range(1, len(FACTORS)))
-def test_a_broken_gradient_moves_nothing_but_the_critic(lanes, params, lane):
+def test_an_invalid_policy_gradient_changes_the_critic_only(lanes, params, lane):
     (improved, telemetry), (normal, _) = (jax.tree.map(lambda x, k=k: np.asarray(x)[k], lanes) for k in (lane, 0))
     assert equal([improved["actor"], improved["log_std"]], [params["actor"], params["log_std"]])
     assert equal(improved["critic"], normal["critic"])
@@ -304,14 +312,14 @@ def test_a_broken_gradient_moves_nothing_but_the_critic(lanes, params, lane):
 
 
 @pytest.mark.slow
-def test_a_lane_equals_a_single_run_to_rounding(lanes, improve):
-    for together, alone in zip(jax.tree.leaves(lanes), jax.tree.leaves(jax.jit(improve)(1.0)), strict=True):
-        np.testing.assert_allclose(together[0], alone, rtol=1e-3, atol=1e-5)
+def test_a_vmapped_lane_equals_a_single_one_to_rounding(lanes, improve):
+    for batched, single in zip(jax.tree.leaves(lanes), jax.tree.leaves(jax.jit(improve)(1.0)), strict=True):
+        np.testing.assert_allclose(batched[0], single, rtol=1e-3, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
 def audited():
-    """One grid of TRPO on a probe: telemetry by condition, forked at step 0 and perturbed in steps 4 and 5 of 7."""
+    """Returns telemetry by condition of an audit of TRPO: forks at step 0, windows over steps 4 and 5 of 7."""
     settings = TRPOSettings(**(PLAIN | {"num_envs": 2, "telemetry": "full"}), hidden=(8,), critic_epochs=2)
     probe = TRPO(Probe(lambda a: -((a - 0.5) ** 2), False), 16, settings)
     layers = ja.Channel.vector("layer", probe.layers)
@@ -328,9 +336,9 @@ def audited():
         "tight": ja.chain(rate, tight),
         "moments": ja.chain(rate, ja.momentum_noise(10.0, target="critic", **when)),
     }
-    found = train_from_the_start(learner, list(conditions.values()), seeds=2, steps=7)
+    telemetry = train_from_the_start(learner, list(conditions.values()), seeds=2, steps=7)
     return {
-        name: {channel: values[:, index] for channel, values in found.items()}
+        name: {channel: values[:, index] for channel, values in telemetry.items()}
         for index, name in enumerate(["control", *conditions])
     }
 
@@ -340,27 +348,29 @@ def scaled(key, value, magnitude):
 
 
 @pytest.mark.exhaustive
-def test_a_neutral_lane_is_its_control(audited):
+def test_a_neutral_lane_equals_its_control_bitwise(audited):
     for name, series in audited["control"].items():
         np.testing.assert_array_equal(series, audited["neutral"][name], err_msg=name)
 
 
-def test_a_window_is_felt_when_it_opens_and_not_before(audited):
-    for lane, found in audited.items():
+def test_a_perturbation_acts_from_the_start_of_its_window(audited):
+    for lane, telemetry in audited.items():
         for name, series in audited["control"].items():
-            np.testing.assert_array_equal(series[:, : OPEN.start], found[name][:, : OPEN.start], err_msg=name)
-        there = opened(audited["control"])
-        felt = [name for name, x in opened(found).items() if not np.array_equal(x, there[name], equal_nan=True)]
-        assert bool(felt) == (lane not in ("control", "neutral")), lane
+            np.testing.assert_array_equal(series[:, : OPEN.start], telemetry[name][:, : OPEN.start], err_msg=name)
+        control = in_window(audited["control"])
+        affected = [
+            name for name, x in in_window(telemetry).items() if not np.array_equal(x, control[name], equal_nan=True)
+        ]
+        assert bool(affected) == (lane not in ("control", "neutral")), lane
 
 
-def opened(lane):
-    """A lane's telemetry while the windows are open."""
+def in_window(lane):
+    """Returns the part of a lane's telemetry within the window."""
     return {name: series[:, OPEN] for name, series in lane.items()}
 
 
-def test_the_line_search_refuses_what_a_spike_proposes(audited):
-    spiked, control = opened(audited["actor"]), opened(audited["control"])
+def test_the_line_search_rejects_steps_of_a_learning_rate_spike(audited):
+    spiked, control = in_window(audited["actor"]), in_window(audited["control"])
     assert (spiked["accepted"] == 0).all()
     assert (spiked["approximate_kl"] == 0).all()
     assert (spiked["step_length"] == 0).all()
@@ -370,31 +380,31 @@ def test_the_line_search_refuses_what_a_spike_proposes(audited):
     np.testing.assert_array_equal(spiked["learning_rate"], control["learning_rate"])
 
 
-def test_a_target_tells_the_critics_rate_from_the_actors_step(audited):
-    control = opened(audited["control"])
+def test_lr_spike_acts_on_the_targeted_network_only(audited):
+    control = in_window(audited["control"])
     for name, factor in (("critic", 100), ("both", 3)):
-        np.testing.assert_allclose(opened(audited[name])["learning_rate"], factor * control["learning_rate"])
-    np.testing.assert_array_equal(opened(audited["critic"])["step_length"][:, 0], control["step_length"][:, 0])
-    assert (opened(audited["both"])["backtracks"] > control["backtracks"]).all()
+        np.testing.assert_allclose(in_window(audited[name])["learning_rate"], factor * control["learning_rate"])
+    np.testing.assert_array_equal(in_window(audited["critic"])["step_length"][:, 0], control["step_length"][:, 0])
+    assert (in_window(audited["both"])["backtracks"] > control["backtracks"]).all()
 
 
-def test_trust_region_and_critics_moments_are_sites(audited):
-    tight = opened(audited["tight"])
+def test_trust_region_and_critic_moments_can_be_perturbed(audited):
+    tight = in_window(audited["tight"])
     assert (tight["approximate_kl"] <= 0.1 * DELTA).all()
     assert (tight["accepted"] == 1).all()
-    control, noisy = opened(audited["control"])["value_loss"], opened(audited["moments"])["value_loss"]
+    control, noisy = in_window(audited["control"])["value_loss"], in_window(audited["moments"])["value_loss"]
     assert (abs(noisy - control)[:, 1] > 1e-4).all()
 
 
-@pytest.mark.parametrize("wrong", [{"max_kl": 0.0}, {"backtrack_factor": 1.0}, {"cg_steps": 0}, {"damping": -0.1}])
-def test_settings_that_make_no_sense_are_refused(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        TRPOSettings(**wrong)
+@pytest.mark.parametrize("invalid", [{"max_kl": 0.0}, {"backtrack_factor": 1.0}, {"cg_steps": 0}, {"damping": -0.1}])
+def test_invalid_settings_are_refused(invalid):
+    with pytest.raises(ValueError, match=next(iter(invalid))):
+        TRPOSettings(**invalid)
 
 
 @pytest.mark.slow
 def test_trpo_learns_inverted_pendulum():
-    """Evaluation return of at least 950 within 60k env steps on at least 3 of 4 seeds."""
+    """The evaluation return reaches 950 within 60,000 environment steps on at least 3 of 4 seeds."""
     learner = ja.learners.trpo("InvertedPendulum-v5", num_envs=4, rollout_length=128, evaluations=6, telemetry="basic")
     steps = 115
     grid = ja.plan(learner, [ja.lr_spike(1.0, onset=steps - 1, duration=1)], seeds=4, steps=steps, tail=0)

@@ -1,4 +1,7 @@
-"""GPT-2 against transformers' (tests/data/gpt2, written by experiments/language_models/transformers_reference.py)."""
+"""Tests GPT-2 and its checkpoints against transformers, by tests/data/gpt2.
+
+The data are written by experiments/language_models/transformers_reference.py.
+"""
 
 import json
 import shutil
@@ -17,23 +20,23 @@ from jaxaudit.models.gpt2 import GPT2, Size
 
 REFERENCE = DATA / "gpt2"
 SHARDS = REFERENCE.with_name("gpt2_shards")
-"""Written by transformers 5.17, save_pretrained(max_shard_size="12KB") of a GPT-2 with 48 rows for 40 tokens, 32
-positions and the activation gelu_pytorch_tanh, and its logits."""
+"""A GPT-2 with 48 rows for 40 tokens, 32 positions and the activation gelu_pytorch_tanh, written by transformers 5.17
+with save_pretrained(max_shard_size="12KB"), and its logits."""
 sys.path.insert(0, str(EXPERIMENTS / "language_models"))
 
 MODEL = GPT2(40, 16, Size(16, 2, 2))
 
 
-def test_logits_loss_gradients_and_steps_are_those_of_transformers():
+def test_logits_loss_gradients_and_steps_equal_those_of_transformers():
     import parity
 
-    found = parity.deviations(REFERENCE)
-    # Weight decay on a wrong tensor, a moment's rate or the schedule's end move the last two by 30 times their bounds.
+    deviations = parity.deviations(REFERENCE)
+    # A wrong weight decay, moment rate or schedule would exceed the last two bounds 30 times.
     bounds = (1e-6, 5e-6, 1e-5, 2e-6, 2e-3)
-    assert all(value < bound for value, bound in zip(found.values(), bounds, strict=True)), found
+    assert all(value < bound for value, bound in zip(deviations.values(), bounds, strict=True)), deviations
 
 
-def test_a_saved_checkpoint_has_the_files_tensors(tmp_path):
+def test_a_saved_checkpoint_has_the_tensors_of_the_loaded_one(tmp_path):
     params = gpt2_checkpoint.load(REFERENCE, MODEL)
     gpt2_checkpoint.save(tmp_path, params, MODEL, end_of_text=7)
     assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == 7
@@ -41,46 +44,48 @@ def test_a_saved_checkpoint_has_the_files_tensors(tmp_path):
     written, original = load_file(tmp_path / "model.safetensors"), load_file(REFERENCE / "model.safetensors")
     assert written.keys() == original.keys()
     assert all(np.array_equal(written[name], original[name]) for name in original)
-    theirs, mine = (json.loads((folder / "config.json").read_text()) for folder in (REFERENCE, tmp_path))
-    assert {k: theirs[k] for k in mine if k in theirs and k != "architectures"} == {
-        k: v for k, v in mine.items() if k in theirs and k != "architectures"
+    original_config, saved_config = (
+        json.loads((folder / "config.json").read_text()) for folder in (REFERENCE, tmp_path)
+    )
+    assert {k: original_config[k] for k in saved_config if k in original_config and k != "architectures"} == {
+        k: v for k, v in saved_config.items() if k in original_config and k != "architectures"
     }
 
 
-def test_names_without_their_prefix_and_half_precision_can_be_read(tmp_path):
+def test_tensors_in_float16_without_the_name_prefix_can_be_read(tmp_path):
     original = load_file(REFERENCE / "model.safetensors")
     save_file(
         {k.removeprefix("transformer."): v.astype(np.float16) for k, v in original.items()}, tmp_path / "w.safetensors"
     )
-    half, whole = (gpt2_checkpoint.load(path, MODEL) for path in (tmp_path / "w.safetensors", REFERENCE))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3), half, whole)
+    half, single = (gpt2_checkpoint.load(path, MODEL) for path in (tmp_path / "w.safetensors", REFERENCE))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3), half, single)
 
 
 @pytest.mark.exhaustive
-def test_logits_of_shards_padded_rows_more_positions_and_the_other_name_of_gelu_are_transformers():
+def test_logits_of_a_sharded_padded_checkpoint_equal_transformers():
     reference = np.load(SHARDS / "reference.npz")
     for model in (MODEL, GPT2(40, 32, MODEL.size), GPT2(48, 32, MODEL.size)):
         params = gpt2_checkpoint.load(SHARDS, model)
         hidden, _ = gpt2.apply(model, params, reference["tokens"])
-        wanted = reference["logits"][..., : model.vocabulary]
-        np.testing.assert_allclose(gpt2.logits(params, hidden), wanted, atol=1e-5)
-        assert np.abs(wanted).max() > 1
+        expected = reference["logits"][..., : model.vocabulary]
+        np.testing.assert_allclose(gpt2.logits(params, hidden), expected, atol=1e-5)
+        assert np.abs(expected).max() > 1
     assert gpt2_checkpoint.positions(SHARDS) == gpt2_checkpoint.positions(SHARDS / "model.safetensors.index.json") == 32
     assert gpt2_checkpoint.positions(REFERENCE) == 16
 
 
-def test_an_output_layer_beside_padded_rows_is_the_embedding(tmp_path):
-    def filled(tensors):
+def test_a_tied_output_layer_with_padded_rows_is_accepted(tmp_path):
+    def pad(tensors):
         rows = np.concatenate([tensors["transformer.wte.weight"], np.full((8, 16), np.nan, np.float32)])
         tensors.update({"transformer.wte.weight": rows, "lm_head.weight": rows})
 
-    changed(tmp_path, filled)
+    write_changed_tensors(tmp_path, pad)
     params = gpt2_checkpoint.load(tmp_path, MODEL)
     jax.tree.map(np.testing.assert_array_equal, params, gpt2_checkpoint.load(REFERENCE, MODEL))
 
 
-def index_changed(folder, change):
-    """The shards with another index."""
+def write_changed_index(folder, change):
+    """Copies the sharded checkpoint, with a changed index."""
     shutil.copytree(SHARDS, folder, dirs_exist_ok=True)
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
@@ -89,7 +94,7 @@ def index_changed(folder, change):
 
 
 SHARD = "model-00002-of-00003.safetensors"
-WRONG_INDICES = {
+INVALID_INDICES = {
     "outside": (
         lambda m: m.update(x="../model.safetensors"),
         "names '../model.safetensors', which is not a safetensors file",
@@ -113,46 +118,46 @@ WRONG_INDICES = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG_INDICES)
-def test_a_wrong_index_of_shards_is_told_in_one_sentence(tmp_path, case):
-    change, sentence = WRONG_INDICES[case]
-    index_changed(tmp_path, change)
-    with pytest.raises(ValueError, match=sentence) as caught:
+@pytest.mark.parametrize("case", INVALID_INDICES)
+def test_an_invalid_shard_index_is_refused_with_a_one_line_message(tmp_path, case):
+    change, message = INVALID_INDICES[case]
+    write_changed_index(tmp_path, change)
+    with pytest.raises(ValueError, match=message) as error:
         gpt2_checkpoint.load(tmp_path, MODEL)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
 
 
-def test_a_tensor_in_two_shards(tmp_path):
-    index_changed(tmp_path, lambda m: m.update(more="model-4.safetensors"))
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+    write_changed_index(tmp_path, lambda m: m.update(more="model-4.safetensors"))
     save_file({"transformer.ln_f.bias": np.zeros(16, np.float32)}, tmp_path / "model-4.safetensors")
     with pytest.raises(ValueError, match=r"00003.safetensors and .* both have tensor 'transformer\.ln_f\.bias'"):
         gpt2_checkpoint.load(tmp_path, MODEL)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "ckpt.pt"])
-def test_a_pickle_is_not_read_and_the_sentence_says_why(tmp_path, name):
+def test_a_pickled_checkpoint_is_refused_with_the_reason(tmp_path, name):
     (tmp_path / "training_args.bin").touch()
     (tmp_path / name).write_bytes(b"cos\nsystem\n(S'false'\ntR.")
-    wanted = f"{name} is a pickle, which can run code when it is loaded, and is therefore not read: save the model as"
-    with pytest.raises(ValueError, match="there is no such file; " + wanted if name != "ckpt.pt" else "is a pickle"):
+    message = f"{name} is a pickle, which can run code when it is loaded, and is therefore not read: save the model as"
+    with pytest.raises(ValueError, match="there is no such file; " + message if name != "ckpt.pt" else "is a pickle"):
         gpt2_checkpoint.load(tmp_path, MODEL)
-    with pytest.raises(ValueError, match=wanted):
+    with pytest.raises(ValueError, match=message):
         gpt2_checkpoint.load(tmp_path / name, MODEL)
 
 
-def changed(folder, change):
-    """The reference with its tensors changed."""
+def write_changed_tensors(folder, change):
+    """Writes the reference checkpoint with changed tensors."""
     tensors = dict(load_file(REFERENCE / "model.safetensors"))
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
 
 
-def cut_off(path):
+def truncate(path):
     content = path.read_bytes()
     path.write_bytes(content[: len(content) - 100])
 
 
-WRONG = {
+INVALID_TENSORS = {
     "one too many": (
         lambda t: t.update({"transformer.h.2.ln_1.bias": np.zeros(16, np.float32)}),
         "has tensor 'transformer.h.2.ln_1.bias', which this model does not have",
@@ -185,17 +190,17 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_file_names_the_tensor(tmp_path, case):
-    change, sentence = WRONG[case]
-    changed(tmp_path, change)
-    with pytest.raises(ValueError, match=sentence) as caught:
+@pytest.mark.parametrize("case", INVALID_TENSORS)
+def test_the_message_about_an_invalid_tensor_names_it(tmp_path, case):
+    change, message = INVALID_TENSORS[case]
+    write_changed_tensors(tmp_path, change)
+    with pytest.raises(ValueError, match=message) as error:
         gpt2_checkpoint.load(tmp_path, MODEL)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
 
 
-def header_changed(path, change):
-    """A safetensors file whose header says something else."""
+def write_changed_header(path, change):
+    """Changes the header of a safetensors file."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -205,7 +210,7 @@ def header_changed(path, change):
 
 
 BIAS = "transformer.ln_f.bias"
-DAMAGED = {
+DAMAGED_HEADERS = {
     "shape": (lambda h: h[BIAS].update(shape=[17]), rf"tensor '{BIAS}' has 64 bytes, not 68 for F32 \[17\]"),
     "hole": (
         lambda h: h[BIAS].update(data_offsets=[x + 4 for x in h[BIAS]["data_offsets"]]),
@@ -218,18 +223,20 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize("case", DAMAGED)
-def test_a_damaged_header_is_told_in_one_sentence(tmp_path, case):
-    change, sentence = DAMAGED[case]
+@pytest.mark.parametrize("case", DAMAGED_HEADERS)
+def test_a_damaged_header_is_refused_with_a_one_line_message(tmp_path, case):
+    change, message = DAMAGED_HEADERS[case]
     shutil.copytree(REFERENCE, tmp_path, dirs_exist_ok=True)
-    header_changed(tmp_path / "model.safetensors", change)
-    with pytest.raises(ValueError, match=sentence) as caught:
+    write_changed_header(tmp_path / "model.safetensors", change)
+    with pytest.raises(ValueError, match=message) as error:
         gpt2_checkpoint.load(tmp_path, MODEL)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
 
 
-def test_bytes_after_the_last_tensor_and_masks_of_old_files(tmp_path):
-    changed(tmp_path, lambda t: t.update({"transformer.h.0.attn.bias": np.ones((1, 1, 16, 16), np.uint8)}))
+def test_old_attention_masks_are_ignored_and_trailing_bytes_refused(tmp_path):
+    write_changed_tensors(
+        tmp_path, lambda t: t.update({"transformer.h.0.attn.bias": np.ones((1, 1, 16, 16), np.uint8)})
+    )
     gpt2_checkpoint.load(tmp_path, MODEL)
     with open(tmp_path / "model.safetensors", "ab") as file:
         file.write(b"more")
@@ -237,14 +244,14 @@ def test_bytes_after_the_last_tensor_and_masks_of_old_files(tmp_path):
         gpt2_checkpoint.load(tmp_path, MODEL)
 
 
-def test_an_output_layer_that_is_the_embedding_is_no_other_model(tmp_path):
-    changed(tmp_path, lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"]}))
+def test_a_tied_output_layer_is_accepted(tmp_path):
+    write_changed_tensors(tmp_path, lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"]}))
     gpt2_checkpoint.load(tmp_path, MODEL)
 
 
-def test_a_file_that_is_cut_off_names_the_tensor_it_ends_in(tmp_path):
+def test_the_message_about_a_truncated_file_names_its_last_tensor(tmp_path):
     shutil.copytree(REFERENCE, tmp_path, dirs_exist_ok=True)
-    cut_off(tmp_path / "model.safetensors")
+    truncate(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"truncated: it ends within tensor 'transformer\."):
         gpt2_checkpoint.load(tmp_path, MODEL)
 
@@ -253,16 +260,16 @@ DEEP = (200_000).to_bytes(8, "little") + b"[" * 200_000 + b" "
 
 
 @pytest.mark.parametrize("content", [b"", b"abc", b"\x10" + b"\0" * 7 + b"{not json}      ", DEEP, bytes(2000)])
-def test_a_file_of_another_kind(tmp_path, content):
+def test_a_file_that_is_not_safetensors_is_refused(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match="not a safetensors file, or its header is damaged"):
         gpt2_checkpoint.load(tmp_path, MODEL)
 
 
-def test_a_config_of_another_model(tmp_path):
+def test_a_config_of_another_model_is_refused(tmp_path):
     shutil.copytree(REFERENCE, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
-    for change, sentence in (
+    for change, message in (
         ({"n_head": 4}, "n_head is 4, but this model has 2"),
         ({"n_layer": 3}, "n_layer is 3, but this model has 2"),
         ({"activation_function": "gelu"}, "activation_function is 'gelu', but this model has 'gelu_new'"),
@@ -270,7 +277,7 @@ def test_a_config_of_another_model(tmp_path):
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
-        with pytest.raises(ValueError, match=sentence):
+        with pytest.raises(ValueError, match=message):
             gpt2_checkpoint.load(tmp_path, MODEL)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="not a JSON object of settings"):
@@ -280,7 +287,7 @@ def test_a_config_of_another_model(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "millions"), [("124m", 124.44), ("355m", 354.82), ("774m", 774.03)])
-def test_the_papers_sizes(name, millions):
+def test_sizes_have_the_published_parameter_counts(name, millions):
     model = GPT2(50257, 1024, gpt2.SIZES[name])
     assert gpt2.parameter_count(
         jax.eval_shape(lambda key: gpt2.init_params(model, key), jax.random.key(0))
@@ -288,7 +295,7 @@ def test_the_papers_sizes(name, millions):
 
 
 @pytest.mark.exhaustive
-def test_initial_weights_have_gpt2s_spread():
+def test_initial_weights_have_gpt2s_standard_deviations():
     model = GPT2(512, 64, gpt2.SIZES["nano"])
     params = jax.jit(lambda key: gpt2.init_params(model, key))(jax.random.key(0))
     layers = params["h"].layers
@@ -303,7 +310,7 @@ def test_initial_weights_have_gpt2s_spread():
 
 
 @pytest.mark.exhaustive
-def test_remat_and_half_precision_compute_the_same():
+def test_remat_and_bfloat16_give_the_same_results_to_rounding():
     params = gpt2_checkpoint.load(REFERENCE, MODEL)
     tokens = np.arange(256, dtype=np.int32).reshape(16, 16) % 40
 
@@ -314,51 +321,53 @@ def test_remat_and_half_precision_compute_the_same():
 
         return jax.jit(jax.grad(loss, has_aux=True)).lower(params).compile()
 
-    plain, again = compiled(MODEL), compiled(MODEL.clone(remat=True))
-    assert again.memory_analysis().temp_size_in_bytes < 0.8 * plain.memory_analysis().temp_size_in_bytes
-    (gradient, hidden), (same, _) = plain(params), again(params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradient, same)
+    plain, with_remat = compiled(MODEL), compiled(MODEL.clone(remat=True))
+    assert with_remat.memory_analysis().temp_size_in_bytes < 0.8 * plain.memory_analysis().temp_size_in_bytes
+    (gradient, hidden), (remat_gradient, _) = plain(params), with_remat(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradient, remat_gradient)
     half = jax.jit(lambda params: gpt2.apply(MODEL.clone(dtype=jnp.bfloat16), params, tokens)[0])(params)
     assert half.dtype == jnp.bfloat16
     np.testing.assert_allclose(half.astype(jnp.float32), hidden, atol=0.1)
 
 
-def test_the_entropy_of_attention():
-    """Equal scores are uniform over what has been read: mean log n; one that stands out has none."""
+def test_attention_entropy_of_uniform_and_sharp_attention():
+    """Equal scores attend uniformly to all earlier tokens, of entropy log n; a dominant score has entropy zero."""
     same, entropy = np.zeros((1, 8, 2, 8), np.float32), jax.jit(attention_entropy)
     assert float(entropy(same, same)) == pytest.approx(np.mean(np.log(np.arange(1, 9))), rel=1e-5)
     sharp = same + np.float32(100 * np.eye(8))[None, :, None, :]
     assert float(entropy(sharp, sharp)) == pytest.approx(0.0, abs=1e-4)
 
 
-def test_what_comes_later_is_not_seen():
+def test_attention_is_causal():
     params = gpt2_checkpoint.load(REFERENCE, MODEL)
-    one = np.arange(12)[None]
-    other = np.where(one == 7, 39, one)
+    tokens_a = np.arange(12)[None]
+    tokens_b = np.where(tokens_a == 7, 39, tokens_a)
     apply = jax.jit(lambda tokens: gpt2.apply(MODEL, params, tokens)[0])
-    before, after = np.asarray(apply(one)), np.asarray(apply(other))
+    before, after = np.asarray(apply(tokens_a)), np.asarray(apply(tokens_b))
     np.testing.assert_array_equal(before[0, :7], after[0, :7])
     assert (before[0, 7:] != after[0, 7:]).any(axis=1).all()
 
 
 @pytest.mark.exhaustive
-def test_cudnns_attention_is_asked_for_what_ours_computes(monkeypatch):
-    """There is no cuDNN here: JAX's own attention takes its place, with the same arguments."""
-    asked, own = [], jax.nn.dot_product_attention
+def test_cudnn_attention_has_the_arguments_of_the_default_attention(monkeypatch):
+    """Without a GPU there is no cuDNN: JAX's implementation replaces it, with the same arguments."""
+    implementations, attention = [], jax.nn.dot_product_attention
 
-    def instead(*arrays, implementation, **options):
-        asked.append(implementation)
-        return own(*arrays, implementation="xla", **options)
+    def recording_attention(*arrays, implementation, **options):
+        implementations.append(implementation)
+        return attention(*arrays, implementation="xla", **options)
 
-    monkeypatch.setattr(jax.nn, "dot_product_attention", instead)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", recording_attention)
     model = gpt2.GPT2(257, 64, gpt2.SIZES["micro"], jnp.bfloat16)
     params = gpt2.init_params(model, jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (2, 64), 0, 257)
-    ours, _ = gpt2.apply(model, params, tokens)
-    assert asked == []
-    theirs, _ = gpt2.apply(model.clone(attention="cudnn"), params, tokens)
-    assert set(asked) == {"cudnn"}
-    off = np.linalg.norm(np.asarray(ours - theirs, np.float64)) / np.linalg.norm(np.asarray(ours, np.float64))
-    assert off < 1e-2
-    everywhere, _ = gpt2.apply(model.clone(attention="cudnn"), params, tokens, first=jnp.zeros_like(tokens))
-    np.testing.assert_array_equal(np.asarray(everywhere, np.float32), np.asarray(ours, np.float32))  # packed: ours
+    default, _ = gpt2.apply(model, params, tokens)
+    assert implementations == []
+    cudnn, _ = gpt2.apply(model.clone(attention="cudnn"), params, tokens)
+    assert set(implementations) == {"cudnn"}
+    error = np.linalg.norm(np.asarray(default - cudnn, np.float64)) / np.linalg.norm(np.asarray(default, np.float64))
+    assert error < 1e-2
+    packed, _ = gpt2.apply(model.clone(attention="cudnn"), params, tokens, first=jnp.zeros_like(tokens))
+    np.testing.assert_array_equal(
+        np.asarray(packed, np.float32), np.asarray(default, np.float32)
+    )  # packed rows use the default

@@ -1,4 +1,4 @@
-"""Adapters: what they compute, that they alone are trained, and how they are named, shared and merged."""
+"""Tests LoRA adapters: what they compute, their gradients, and how they are named, shared, merged and saved."""
 
 import functools
 
@@ -23,10 +23,10 @@ def base():
     return gpt2_checkpoint.load(DATA / "gpt2", MODEL)
 
 
-def moved(seed=0, layers=gpt2.LORA_LAYERS):
-    """Adapters that change something."""
-    adapters, random = gpt2.init_adapters(MODEL, 3, jax.random.key(0), layers), np.random.default_rng(seed)
-    return jax.tree.map(lambda x: x + jnp.float32(0.1 * random.normal(size=x.shape)), adapters)
+def random_adapters(seed=0, layers=gpt2.LORA_LAYERS):
+    """Returns adapters with random entries, which change the model."""
+    adapters, rng = gpt2.init_adapters(MODEL, 3, jax.random.key(0), layers), np.random.default_rng(seed)
+    return jax.tree.map(lambda x: x + jnp.float32(0.1 * rng.normal(size=x.shape)), adapters)
 
 
 @jax.jit
@@ -34,7 +34,7 @@ def hidden_of(params):
     return gpt2.apply(MODEL, params, TOKENS)[0]
 
 
-def test_they_begin_as_the_identity_and_are_named_by_layer(base):
+def test_initial_adapters_change_nothing_and_are_named_by_layer(base):
     adapters = gpt2.init_adapters(MODEL, 3, jax.random.key(0))
     np.testing.assert_array_equal(hidden_of(gpt2.Adapted(base, adapters)), hidden_of(base))
     assert "policy/h/1/attn/c_attn/a" in paths_of(adapters, "policy")
@@ -45,66 +45,66 @@ def test_they_begin_as_the_identity_and_are_named_by_layer(base):
 
 
 @pytest.mark.parametrize("layers", [gpt2.LORA_LAYERS, ("attn/c_attn",), ("mlp/c_proj", "attn/c_proj")])
-def test_the_change_of_a_weight_is_a_b_times_alpha_over_rank(base, layers):
-    """By weights that are changed in float64, not by `merged`; and `merged` has these weights."""
-    adapted = gpt2.Adapted(base, moved(layers=layers), alpha=6.0)
+def test_an_adapted_weight_changes_by_a_b_times_alpha_over_rank(base, layers):
+    """Compares `merged` with weights that are changed in float64, and hidden states of both with the adapters'."""
+    adapted = gpt2.Adapted(base, random_adapters(layers=layers), alpha=6.0)
     weights = {name: x.copy() for name, x in gpt2_checkpoint.tensors(base).items()}
     for path in layers:
         part, name = path.split("/")
-        own = adapted.adapters["h"].layers[part][name]
+        adapter = adapted.adapters["h"].layers[part][name]
         for layer in range(2):
-            change = 2.0 * np.float64(own["a"][layer]) @ np.float64(own["b"][layer])
+            change = 2.0 * np.float64(adapter["a"][layer]) @ np.float64(adapter["b"][layer])
             weights[f"transformer.h.{layer}.{part}.{name}.weight"] += change.astype(np.float32)
     merged = gpt2_checkpoint.tensors(gpt2.merged(adapted))
     assert merged.keys() == weights.keys()
-    for name, wanted in weights.items():
-        np.testing.assert_allclose(merged[name], wanted, atol=1e-7, err_msg=name)
+    for name, expected in weights.items():
+        np.testing.assert_allclose(merged[name], expected, atol=1e-7, err_msg=name)
     hidden = hidden_of(adapted)
     np.testing.assert_allclose(hidden, hidden_of(gpt2.merged(adapted)), atol=1e-5)
     assert np.abs(hidden - hidden_of(base)).max() > 0.01
 
 
-def test_prefilled_and_token_by_token(base):
-    adapted = gpt2.Adapted(base, moved())
+def test_prefill_and_decode_with_adapters_equal_the_forward_pass(base):
+    adapted = gpt2.Adapted(base, random_adapters())
     hidden = hidden_of(adapted)
     unrolled = sampling.unstack_layers(adapted)
     first, cache = sampling.prefill(MODEL, unrolled, TOKENS[:, :9], 10)
     np.testing.assert_allclose(first, hidden[:, :9], atol=1e-5)
-    place = np.full(2, 9)
-    last, _ = sampling.decode(MODEL, unrolled, TOKENS[:, 9], place, 0 * place, 9, cache)
+    position = np.full(2, 9)
+    last, _ = sampling.decode(MODEL, unrolled, TOKENS[:, 9], position, 0 * position, 9, cache)
     np.testing.assert_allclose(last, hidden[:, 9], atol=1e-5)
 
 
-def test_lanes_share_the_base_and_gradients_are_those_of_merged_weights(base):
-    """The chain rule: by `a` it is scale (gradient by W) b', by `b` scale a' (gradient by W)."""
-    lanes = [moved(0), moved(1)]
+def test_gradients_of_lanes_with_a_shared_base_follow_from_merged_ones(base):
+    """By the chain rule the gradient is scale (gradient by W) b' for `a`, and scale a' (gradient by W) for `b`."""
+    lanes = [random_adapters(0), random_adapters(1)]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *lanes)
 
     def loss(params):
         return jnp.sum(gpt2.apply(MODEL, params, TOKENS)[0] ** 3)
 
-    of_adapters = jax.grad(lambda adapters, base: loss(gpt2.Adapted(base, adapters)))
-    found = jax.jit(jax.vmap(of_adapters, in_axes=(0, None)))(stacked, base)
+    adapter_gradient = jax.grad(lambda adapters, base: loss(gpt2.Adapted(base, adapters)))
+    gradients = jax.jit(jax.vmap(adapter_gradient, in_axes=(0, None)))(stacked, base)
     by_merged = jax.jit(jax.grad(loss))
     for lane, adapters in enumerate(lanes):
         by_weights = by_merged(gpt2.merged(gpt2.Adapted(base, adapters)))["h"].layers
         for path in gpt2.LORA_LAYERS:
             part, name = path.split("/")
-            own, mine = (tree["h"].layers[part][name] for tree in (adapters, found))
+            adapter, gradient = (tree["h"].layers[part][name] for tree in (adapters, gradients))
             scaled = 16 / 3 * np.float64(by_weights[part][name]["kernel"])
-            by_a, by_b = scaled @ np.swapaxes(own["b"], 1, 2), np.swapaxes(own["a"], 1, 2) @ scaled
-            for letter, wanted in (("a", by_a), ("b", by_b)):
-                assert np.abs(mine[letter][lane] - wanted).max() < 1e-4 * np.abs(wanted).max(), (path, letter)
+            by_a, by_b = scaled @ np.swapaxes(adapter["b"], 1, 2), np.swapaxes(adapter["a"], 1, 2) @ scaled
+            for letter, expected in (("a", by_a), ("b", by_b)):
+                assert np.abs(gradient[letter][lane] - expected).max() < 1e-4 * np.abs(expected).max(), (path, letter)
 
 
-def test_saved_and_read_again(base, tmp_path):
-    adapted = gpt2.Adapted(base, moved())
+def test_merged_adapters_are_saved_and_loaded_as_a_checkpoint(base, tmp_path):
+    adapted = gpt2.Adapted(base, random_adapters())
     gpt2_checkpoint.save(tmp_path, gpt2.merged(adapted), MODEL)
-    again = gpt2_checkpoint.load(tmp_path, MODEL)
-    np.testing.assert_allclose(hidden_of(again), hidden_of(adapted), atol=1e-5)
+    loaded = gpt2_checkpoint.load(tmp_path, MODEL)
+    np.testing.assert_allclose(hidden_of(loaded), hidden_of(adapted), atol=1e-5)
 
 
-def test_wrong_ones():
+def test_invalid_adapters_are_refused_with_a_message():
     init = functools.partial(gpt2.init_adapters, MODEL, key=jax.random.key(0))
     with pytest.raises(ValueError, match="rank of adapters must be at least 1, not 0"):
         init(rank=0)

@@ -1,4 +1,4 @@
-"""Both heads of a policy against scipy, closed forms in float64 NumPy, and derivatives of their divergence."""
+"""Tests both policy heads against scipy, float64 closed forms, and derivatives of their KL divergence."""
 
 import jax
 import jax.numpy as jnp
@@ -15,77 +15,77 @@ CATEGORICAL = Categorical(5)
 LEADING = (3, 4)
 
 
-def normal(rng):
+def random_normal(rng):
     return Normal(*(np.float32(x) for x in (rng.normal(size=(*LEADING, 2)), rng.normal(size=2))))
 
 
-def choice(rng):
+def random_choice(rng):
     return Choice(np.float32(2.0 * rng.normal(size=(*LEADING, 5))))
 
 
-HEADS = {"gaussian": (GAUSSIAN, normal), "categorical": (CATEGORICAL, choice)}
+HEADS = {"gaussian": (GAUSSIAN, random_normal), "categorical": (CATEGORICAL, random_choice)}
 
 
 @pytest.fixture(params=HEADS)
 def case(request):
-    """A head, and two distributions of it."""
-    head, draw = HEADS[request.param]
+    """Returns a head and two of its distributions."""
+    head, sample = HEADS[request.param]
     rng = np.random.default_rng(0)
-    return head, draw(rng), draw(rng)
+    return head, sample(rng), sample(rng)
 
 
-def chances(distribution):
+def probs_of(distribution):
     return special.softmax(np.float64(distribution.logits), axis=-1)
 
 
-def test_log_probabilities_are_scipys(case):
+def test_log_probabilities_equal_scipys(case):
     head, distribution, _ = case
     action = jax.jit(head.sample)(jax.random.key(0), distribution)
-    found = jax.jit(head.log_probability)(distribution, action)
+    result = jax.jit(head.log_probability)(distribution, action)
     if head is GAUSSIAN:
         mean, log_std = distribution
         expected = stats.norm(mean, np.exp(np.float64(log_std))).logpdf(np.float64(action)).sum(-1)
     else:
-        expected = np.log(np.take_along_axis(chances(distribution), np.asarray(action)[..., None], -1)[..., 0])
-    assert found.shape == LEADING
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+        expected = np.log(np.take_along_axis(probs_of(distribution), np.asarray(action)[..., None], -1)[..., 0])
+    assert result.shape == LEADING
+    np.testing.assert_allclose(result, expected, rtol=1e-5)
 
 
-def test_entropies_are_scipys(case):
+def test_entropies_equal_scipys(case):
     head, distribution, _ = case
-    found = jax.jit(head.entropy)(distribution)
+    result = jax.jit(head.entropy)(distribution)
     if head is GAUSSIAN:
         expected = stats.norm(0, np.exp(np.float64(distribution.log_std))).entropy().sum()
     else:
-        expected = stats.entropy(chances(distribution), axis=-1)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+        expected = stats.entropy(probs_of(distribution), axis=-1)
+    np.testing.assert_allclose(result, expected, rtol=1e-5)
 
 
-def test_divergences_are_the_closed_forms(case):
+def test_kl_divergences_equal_the_closed_forms(case):
     head, old, new = case
-    found = jax.jit(head.kl)(old, new)
+    result = jax.jit(head.kl)(old, new)
     if head is GAUSSIAN:
         (a, la), (b, lb) = (map(np.float64, d) for d in (old, new))
         va, vb = np.exp(2 * la), np.exp(2 * lb)
         expected = (0.5 * (np.log(vb / va) + (va + (a - b) ** 2) / vb - 1)).sum(-1)
     else:
-        expected = stats.entropy(chances(old), chances(new), axis=-1)
-    assert found.shape == LEADING
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+        expected = stats.entropy(probs_of(old), probs_of(new), axis=-1)
+    assert result.shape == LEADING
+    np.testing.assert_allclose(result, expected, rtol=1e-5)
     np.testing.assert_allclose(head.kl(old, old), 0.0, atol=1e-7)
 
 
-def test_the_fisher_product_is_the_hessian_of_the_mean_divergence(case):
+def test_the_fisher_product_is_the_hessian_of_the_mean_kl(case):
     head, distribution, tangent = case
-    found = jax.jit(head.fisher)(distribution, tangent)
+    result = jax.jit(head.fisher)(distribution, tangent)
     mean_kl = lambda new: jnp.mean(head.kl(distribution, new))  # noqa: E731
     slope = jax.grad(mean_kl)
     _, expected = jax.jit(lambda: jax.jvp(slope, (distribution,), (tangent,)))()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), result, expected)
     jax.tree.map(lambda x: np.testing.assert_allclose(x, 0.0, atol=1e-6), slope(distribution))
 
 
-def test_the_fisher_matrix_of_a_choice_is_the_closed_form():
+def test_the_categorical_fisher_matrix_equals_the_closed_form():
     rng = np.random.default_rng(1)
     logits = np.float32(rng.normal(size=5))
     matrix = jax.vmap(lambda v: CATEGORICAL.fisher(Choice(logits), Choice(v)).logits)(jnp.eye(5))
@@ -95,45 +95,45 @@ def test_the_fisher_matrix_of_a_choice_is_the_closed_form():
     np.testing.assert_allclose(matrix, hessian, atol=1e-6)
 
 
-def test_choices_are_as_frequent_as_their_chances():
+def test_categorical_samples_have_the_softmax_frequencies():
     logits = jnp.array([0.0, -1.0, 2.0, 0.5, -3.0])
-    drawn = jax.jit(lambda key: CATEGORICAL.sample(key, Choice(jnp.broadcast_to(logits, (20_000, 5)))))
+    sample = jax.jit(lambda key: CATEGORICAL.sample(key, Choice(jnp.broadcast_to(logits, (20_000, 5)))))
     for seed in range(3):
-        seen = np.bincount(drawn(jax.random.key(seed)), minlength=5)
-        assert stats.chisquare(seen, 20_000 * special.softmax(np.float64(logits))).pvalue > 0.001
+        counts = np.bincount(sample(jax.random.key(seed)), minlength=5)
+        assert stats.chisquare(counts, 20_000 * special.softmax(np.float64(logits))).pvalue > 0.001
 
 
-def test_gaussian_draws_are_distributed_as_told():
+def test_gaussian_samples_have_the_normal_distribution():
     distribution = Normal(jnp.broadcast_to(jnp.array([0.5, -1.0]), (20_000, 2)), jnp.array([-1.0, 0.3]))
-    drawn = np.asarray(jax.jit(GAUSSIAN.sample)(jax.random.key(0), distribution))
-    for column, mean, log_std in zip(drawn.T, (0.5, -1.0), (-1.0, 0.3), strict=True):
+    sample = np.asarray(jax.jit(GAUSSIAN.sample)(jax.random.key(0), distribution))
+    for column, mean, log_std in zip(sample.T, (0.5, -1.0), (-1.0, 0.3), strict=True):
         assert stats.kstest(column, stats.norm(mean, np.exp(log_std)).cdf).pvalue > 0.001
 
 
-def test_the_mode_is_the_likeliest(case):
+def test_the_mode_has_the_largest_log_probability(case):
     head, distribution, _ = case
     best = head.log_probability(distribution, head.mode(distribution))
     for seed in range(20):
-        other = head.log_probability(distribution, head.sample(jax.random.key(seed), distribution))
-        assert (other <= best + 1e-6).all()
+        sampled = head.log_probability(distribution, head.sample(jax.random.key(seed), distribution))
+        assert (sampled <= best + 1e-6).all()
 
 
-def test_actions_are_the_tasks():
+def test_to_task_clips_continuous_actions_and_keeps_discrete_ones():
     np.testing.assert_array_equal(GAUSSIAN.to_task(jnp.array([[-3.0, 3.0], [0.5, 0.0]])), [[-1.0, 0.5], [0.5, 0.0]])
-    drawn = CATEGORICAL.sample(jax.random.key(0), Choice(jnp.zeros((7, 5))))
-    assert drawn.dtype == jnp.int32
-    np.testing.assert_array_equal(CATEGORICAL.to_task(drawn), drawn)
+    sample = CATEGORICAL.sample(jax.random.key(0), Choice(jnp.zeros((7, 5))))
+    assert sample.dtype == jnp.int32
+    np.testing.assert_array_equal(CATEGORICAL.to_task(sample), sample)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_logits_that_are_not_finite_choose_nothing(bad):
-    logits = jnp.zeros((3, 5)).at[1, 2].set(bad)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_logits_that_are_not_finite_give_the_impossible_action(value):
+    logits = jnp.zeros((3, 5)).at[1, 2].set(value)
     for action in (CATEGORICAL.mode(Choice(logits)), CATEGORICAL.sample(jax.random.key(0), Choice(logits))):
         np.testing.assert_array_equal(np.asarray(action) == IMPOSSIBLE, [False, True, False])
     assert np.isnan(CATEGORICAL.log_probability(Choice(logits), jnp.full(3, IMPOSSIBLE))[1])
 
 
-def test_large_logits_are_certain_and_finite():
+def test_large_logits_give_finite_entropy_and_gradients():
     certain = Choice(jnp.array([1e4, 0.0, 0.0, 0.0, -1e4]))
     assert float(CATEGORICAL.entropy(certain)) == 0.0
     assert float(CATEGORICAL.log_probability(certain, 0)) == 0.0
@@ -141,7 +141,7 @@ def test_large_logits_are_certain_and_finite():
     assert np.isfinite(jax.grad(lambda z: CATEGORICAL.entropy(Choice(z)))(certain.logits)).all()
 
 
-def test_the_head_follows_the_environments_actions():
+def test_the_head_is_chosen_by_the_environments_actions():
     assert head_of(CartPole()) == Categorical(2)
     env = make("HalfCheetah-v5")
     head = head_of(env, log_std=-0.5)

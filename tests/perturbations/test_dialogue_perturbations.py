@@ -1,6 +1,6 @@
-"""What each perturbation of dialogues does to a value, in numbers, and over steps against plain simulations.
+"""Tests the effect of each perturbation of dialogues on a value, and over steps against plain simulations.
 
-That closed windows and neutral magnitudes leave a learner as it is, to the bit, is in the matrix of test_promises.py.
+test_promises.py tests that closed windows and neutral magnitudes change no bit of a learner.
 """
 
 import dataclasses
@@ -34,95 +34,97 @@ OPEN = {"end": range(3, STEPS), "once": range(3, 9), "periodic": (3, 4, 5, 7, 8,
 WINDOWS = {"end": {"duration": "end"}, "once": {"duration": 6}, "periodic": {"duration": 3, "period": 4}}
 
 
-def applied(name, value, magnitude=None, key=KEY, **context):
+def apply(name, value, magnitude=None, key=KEY, **context):
     perturbation = registry.perturbations[name](magnitude)
     return jax.jit(lambda key, value: perturbation.apply(value, key, **context))(key, value)
 
 
-def tool(name, magnitude, key=KEY):
-    """Results after a perturbation, of N rows of which three in four were called for."""
+def disturbed_results(name, magnitude, key=KEY):
+    """Returns the disturbed results of N rows, of which three in four have called."""
     context = {need: jnp.asarray(TOOL[need]) for need in registry.perturbations[name].needs}
-    return np.asarray(applied(name, jnp.asarray(RESULTS), magnitude, key, **context))
+    return np.asarray(apply(name, jnp.asarray(RESULTS), magnitude, key, **context))
 
 
 def assert_share(hits, share):
     assert stats.binomtest(int(np.sum(hits)), np.size(hits), share).pvalue > 1e-3
 
 
-# What rows are told
+# What tools and prompts show to the policy
 
-OTHER = {
+REPLACED_RESULTS = {
     "tool_error": np.broadcast_to(ERROR, RESULTS.shape),
     "tool_timeout": np.full_like(RESULTS, NOTHING),
     "tool_shift": np.where(RESULTS < 0, NOTHING, RARE[RESULTS]),
 }
 
 
-@pytest.mark.parametrize("name", OTHER)
+@pytest.mark.parametrize("name", REPLACED_RESULTS)
 @pytest.mark.parametrize("share", [0.2, 1.0])
-def test_the_stated_share_of_the_calls_is_answered_otherwise(name, share):
-    told = tool(name, share)
-    assert told.dtype == RESULTS.dtype
-    differs = CALLED & (OTHER[name] != RESULTS).any(axis=1)
-    changed = (told != RESULTS).any(axis=1)
-    np.testing.assert_array_equal(told[changed], OTHER[name][changed])
-    assert not changed[~CALLED].any(), "who was not called says nothing else"
+def test_tool_perturbations_replace_the_given_share_of_results(name, share):
+    disturbed = disturbed_results(name, share)
+    assert disturbed.dtype == RESULTS.dtype
+    differs = CALLED & (REPLACED_RESULTS[name] != RESULTS).any(axis=1)
+    changed = (disturbed != RESULTS).any(axis=1)
+    np.testing.assert_array_equal(disturbed[changed], REPLACED_RESULTS[name][changed])
+    assert not changed[~CALLED].any(), "rows without a call keep their results"
     assert_share(changed[differs], share)
 
 
-def test_a_corrupted_result_is_as_long_and_drawn_from_the_results_tokens():
-    told = tool("tool_corruption", 0.3)
-    np.testing.assert_array_equal(told == NOTHING, RESULTS == NOTHING)
-    changed = (told != RESULTS).any(axis=1)
+def test_tool_corruption_samples_result_tokens_of_the_same_length():
+    disturbed = disturbed_results("tool_corruption", 0.3)
+    np.testing.assert_array_equal(disturbed == NOTHING, RESULTS == NOTHING)
+    changed = (disturbed != RESULTS).any(axis=1)
     assert not changed[~CALLED].any()
     assert_share(changed[CALLED], 0.3)
-    drawn = told[changed]
-    assert set(np.unique(drawn)) == {NOTHING, *TOKENS}, "all of a result, or none of it"
-    assert stats.chisquare(np.bincount(drawn[drawn >= 0] - 30)).pvalue > 1e-3
-    pairs = drawn[drawn[:, 1] >= 0][:, :2] - 30
-    assert stats.chi2_contingency(np.histogram2d(*pairs.T, bins=4)[0]).pvalue > 1e-3, "tokens of a result differ"
+    corrupted = disturbed[changed]
+    assert set(np.unique(corrupted)) == {NOTHING, *TOKENS}, "all tokens of a result are replaced, or none"
+    assert stats.chisquare(np.bincount(corrupted[corrupted >= 0] - 30)).pvalue > 1e-3
+    pairs = corrupted[corrupted[:, 1] >= 0][:, :2] - 30
+    assert stats.chi2_contingency(np.histogram2d(*pairs.T, bins=4)[0]).pvalue > 1e-3, (
+        "tokens of a result are independent"
+    )
 
 
-def test_each_call_draws_anew():
+def test_tool_timeouts_are_random_in_each_call():
     def step(x, key, taps):
         def turn(taps, carry, _):
             result = jnp.zeros((200, 1), jnp.int32)
             return carry, taps("tool_result", result, called=jnp.ones(200, bool))
 
-        _, told = taps.scan(turn, x, length=3)
-        return x, {"performance": x, "told": told[..., 0]}
+        _, results = taps.scan(turn, x, length=3)
+        return x, {"performance": x, "results": results[..., 0]}
 
     learner = ja.Learner(lambda key: jnp.float32(0.0), step)
-    told = ja.audit(learner, [ja.tool_timeout(0.5, onset=0)], seeds=2, steps=2).telemetry["told"].values[:, 1]
-    patterns = told.reshape(-1, 200)
+    results = ja.audit(learner, [ja.tool_timeout(0.5, onset=0)], seeds=2, steps=2).telemetry["results"].values[:, 1]
+    patterns = results.reshape(-1, 200)
     assert len(np.unique(patterns, axis=0)) == 2 * 2 * 3, "turns, steps and seeds"
     assert_share(patterns == NOTHING, 0.5)
 
 
 @pytest.mark.parametrize("share", [0.1, 1.0])
-def test_the_stated_share_of_a_prompts_tokens_is_replaced(share):
-    corrupted = np.asarray(applied("prompt_corruption", jnp.asarray(RESULTS), share, tokens=jnp.asarray(TOKENS)))
+def test_prompt_corruption_replaces_the_given_share_of_tokens(share):
+    corrupted = np.asarray(apply("prompt_corruption", jnp.asarray(RESULTS), share, tokens=jnp.asarray(TOKENS)))
     assert corrupted.dtype == RESULTS.dtype
     np.testing.assert_array_equal(corrupted == NOTHING, RESULTS == NOTHING)
-    there = RESULTS != NOTHING
-    changed = (corrupted != RESULTS) & there
-    assert_share(changed[there], share)
+    is_token = RESULTS != NOTHING
+    changed = (corrupted != RESULTS) & is_token
+    assert_share(changed[is_token], share)
     assert stats.chisquare(np.bincount(corrupted[changed] - 30)).pvalue > 1e-3
 
 
-def test_difficulty_shift_adds_and_stays_within_what_there_is():
-    harder = applied("difficulty_shift", jnp.array([0.0, 1.0, 2.5]), 1.0, lowest=0.0, highest=3.0)
+def test_difficulty_shift_adds_and_is_clipped():
+    harder = apply("difficulty_shift", jnp.array([0.0, 1.0, 2.5]), 1.0, lowest=0.0, highest=3.0)
     np.testing.assert_array_equal(harder, [1.0, 2.0, 3.0])
-    easier = applied("difficulty_shift", jnp.array([0.0, 1.0, 2.5]), -2.0, lowest=0.0, highest=3.0)
+    easier = apply("difficulty_shift", jnp.array([0.0, 1.0, 2.5]), -2.0, lowest=0.0, highest=3.0)
     np.testing.assert_array_equal(easier, [0.0, 0.0, 0.5])
 
 
-def asked(**context):
-    """A learner of one prompt whose difficulty is told."""
+def difficulty_learner(**context):
+    """Returns a learner with a single prompt, whose difficulty is the performance."""
 
     def step(x, key, taps):
-        given = {name: value() if callable(value) else value for name, value in context.items()}
-        return x, {"performance": taps("difficulty", jnp.ones(1), **given)[0]}
+        values = {name: value() if callable(value) else value for name, value in context.items()}
+        return x, {"performance": taps("difficulty", jnp.ones(1), **values)[0]}
 
     return ja.Learner(lambda key: jnp.float32(0.0), step)
 
@@ -137,38 +139,40 @@ def asked(**context):
         ({"lowest": lambda: jnp.float32(0.0), "highest": 3.0, "usual": 1.0}, 2.5, "-inf to 2"),
     ],
 )
-def test_a_difficulty_that_there_is_not_is_refused(context, magnitude, limits):
-    said = f"^magnitude {magnitude:g} of 'difficulty_shift' is outside its range {limits} for this learner$"
-    with pytest.raises(ValueError, match=said):
-        ja.plan(asked(**context), [ja.difficulty_shift(ja.sweep(0.0, magnitude))], seeds=1, steps=10)
+def test_difficulty_shifts_beyond_the_learners_range_are_refused(context, magnitude, limits):
+    message = f"^magnitude {magnitude:g} of 'difficulty_shift' is outside its range {limits} for this learner$"
+    with pytest.raises(ValueError, match=message):
+        ja.plan(difficulty_learner(**context), [ja.difficulty_shift(ja.sweep(0.0, magnitude))], seeds=1, steps=10)
 
 
-def test_a_difficulty_that_may_be_there_is_allowed():
+def test_difficulty_shifts_that_may_be_in_range_are_allowed():
     limits = {"lowest": 0.0, "highest": 3.0}
     for context, magnitude in ((limits | {"usual": 1.0}, 2.0), (limits, 3.0), (limits, -3.0)):
-        ja.plan(asked(**context), [ja.difficulty_shift(magnitude)], seeds=1, steps=10)
+        ja.plan(difficulty_learner(**context), [ja.difficulty_shift(magnitude)], seeds=1, steps=10)
     traced = {name: lambda value=value: jnp.float32(value) for name, value in limits.items()}
-    told = ja.audit(asked(**traced), [ja.difficulty_shift(7.0, onset=2)], seeds=1, steps=4).telemetry["performance"]
-    np.testing.assert_array_equal(told.values[0, 1], [1, 1, 3, 3], "clipped in the program")
+    performance = ja.audit(
+        difficulty_learner(**traced), [ja.difficulty_shift(7.0, onset=2)], seeds=1, steps=4
+    ).telemetry["performance"]
+    np.testing.assert_array_equal(performance.values[0, 1], [1, 1, 3, 3], "clipped in the program")
 
 
-def test_learners_that_are_equal_in_all_but_their_difficulty_have_ranges_of_their_own():
-    easy = dataclasses.replace(asked(lowest=0.0, highest=3.0), numbers={"difficulty": {"usual": 0.5}})
+def test_the_range_of_difficulty_shift_depends_on_the_usual_difficulty():
+    easy = dataclasses.replace(difficulty_learner(lowest=0.0, highest=3.0), numbers={"difficulty": {"usual": 0.5}})
     hard = dataclasses.replace(easy, numbers={"difficulty": {"usual": 2.2}})
     assert easy == hard
     ja.plan(easy, [ja.difficulty_shift(2.5)], seeds=1, steps=10)
-    ja.plan(hard, [ja.difficulty_shift(0.8)], seeds=1, steps=10)  # 3 - 2.2 is less in floating point
+    ja.plan(hard, [ja.difficulty_shift(0.8)], seeds=1, steps=10)  # in floating point 3 - 2.2 is less than 0.8
     with pytest.raises(ValueError, match=r"outside its range -2\.2 to 0\.8 for this learner"):
         ja.plan(hard, [ja.difficulty_shift(2.5)], seeds=1, steps=10)
 
 
-# Who writes the rows
+# What samples the rows
 
 
-def walked(site="behaviour", keep=False, **context):
-    """A learner whose parameters at step t are 10 t + seed-free digits; what passes the site is told.
+def walking_learner(site="behaviour", keep=False, **context):
+    """Returns a learner whose parameters at step t are 10 t plus constants, and whose telemetry has the tapped value.
 
-    With `keep` the value is what passed before, not the parameters, as of a reference.
+    With `keep` the tapped value is the last one that the site returned, as for a reference, and not the parameters.
     """
 
     def init(key):
@@ -176,64 +180,64 @@ def walked(site="behaviour", keep=False, **context):
         return params, params
 
     def step(state, key, taps):
-        params, kept = state
-        given = dict.fromkeys(context, params)
-        passed = taps(site, kept if keep else params, **given)
+        params, last_passed = state
+        arguments = dict.fromkeys(context, params)
+        passed = taps(site, last_passed if keep else params, **arguments)
         after = jax.tree.map(lambda x: x + 10.0, params)
         return (after, passed), {"performance": params["a"], "a": passed["a"], "b": passed["b"][1]}
 
     return ja.Learner(init, step)
 
 
-def lagged(lag, when):
-    """The step whose parameters are used at each step."""
-    used, opened = [], None
+def steps_of_lagged_sampler(lag, when):
+    """Returns the step whose parameters are used, for each step."""
+    used, opening = [], None
     for t in range(STEPS):
         if t not in OPEN[when]:
-            opened = None
-        elif opened is None:
-            opened = t
-        used.append(t if opened is None else max(opened, t - lag))
+            opening = None
+        elif opening is None:
+            opening = t
+        used.append(t if opening is None else max(opening, t - lag))
     return used
 
 
-def synced(interval, when):
-    used, opened = [], None
+def steps_of_synced_sampler(interval, when):
+    used, opening = [], None
     for t in range(STEPS):
         if t not in OPEN[when]:
-            opened = None
-        elif opened is None:
-            opened = t
-        used.append(t if opened is None else t - (t - opened) % interval)
+            opening = None
+        elif opening is None:
+            opening = t
+        used.append(t if opening is None else t - (t - opening) % interval)
     return used
 
 
-def test_the_sampler_lags_behind_or_is_synced_rarely_as_a_simulation_has_it():
-    expected, chosen = [], []
+def test_stale_policy_and_sync_interval_equal_simulations():
+    expected, perturbations = [], []
     for simulation, kind, magnitudes in (
-        (lagged, ja.stale_policy, (1, 3, 8)),
-        (synced, ja.sync_interval, (2, 3, 100)),
+        (steps_of_lagged_sampler, ja.stale_policy, (1, 3, 8)),
+        (steps_of_synced_sampler, ja.sync_interval, (2, 3, 100)),
     ):
         for when, timing in WINDOWS.items():
-            chosen.append(kind(ja.sweep(*map(float, magnitudes)), onset=3, **timing))
+            perturbations.append(kind(ja.sweep(*map(float, magnitudes)), onset=3, **timing))
             expected += [simulation(magnitude, when) for magnitude in magnitudes]
-    told = ja.audit(walked(), chosen, seeds=1, steps=STEPS).telemetry
-    np.testing.assert_array_equal(told["a"].values[0, 1:], 10.0 * np.array(expected) + 0.5)
-    np.testing.assert_array_equal(told["b"].values[0, 1:], 10.0 * np.array(expected) + 0.75)
-    np.testing.assert_array_equal(told["performance"].values[0], np.tile(10.0 * np.arange(STEPS) + 0.5, (19, 1)))
+    telemetry = ja.audit(walking_learner(), perturbations, seeds=1, steps=STEPS).telemetry
+    np.testing.assert_array_equal(telemetry["a"].values[0, 1:], 10.0 * np.array(expected) + 0.5)
+    np.testing.assert_array_equal(telemetry["b"].values[0, 1:], 10.0 * np.array(expected) + 0.75)
+    np.testing.assert_array_equal(telemetry["performance"].values[0], np.tile(10.0 * np.arange(STEPS) + 0.5, (19, 1)))
 
 
-def test_a_target_makes_part_of_the_sampler_lag():
-    told = ja.audit(walked(), [ja.stale_policy(2, onset=3, target="a")], seeds=1, steps=STEPS).telemetry
-    np.testing.assert_array_equal(told["a"].values[0, 1], 10.0 * np.array(lagged(2, "end")) + 0.5)
-    np.testing.assert_array_equal(told["b"].values[0, 1], 10.0 * np.arange(STEPS) + 0.75)
+def test_stale_policy_with_a_target_delays_a_part_of_the_parameters():
+    telemetry = ja.audit(walking_learner(), [ja.stale_policy(2, onset=3, target="a")], seeds=1, steps=STEPS).telemetry
+    np.testing.assert_array_equal(telemetry["a"].values[0, 1], 10.0 * np.array(steps_of_lagged_sampler(2, "end")) + 0.5)
+    np.testing.assert_array_equal(telemetry["b"].values[0, 1], 10.0 * np.arange(STEPS) + 0.75)
 
 
-def test_as_many_copies_are_kept_as_the_longest_lag_takes():
+def test_stale_policy_keeps_one_copy_more_than_its_lag():
     value = {"kernel": jnp.zeros((2, 3))}
-    for most in (0, 1, 5, 8):
-        kept = registry.perturbations["stale_policy"].init(value, float(most))
-        assert kept.values["kernel"].shape == (most + 1, 2, 3)
+    for largest_lag in (0, 1, 5, 8):
+        state = registry.perturbations["stale_policy"].init(value, float(largest_lag))
+        assert state.values["kernel"].shape == (largest_lag + 1, 2, 3)
     assert registry.perturbations["sync_interval"].init(value).value["kernel"].shape == (2, 3)
     with pytest.raises(ValueError, match="magnitude 9 of 'stale_policy' is outside its range 0 to 8"):
         ja.stale_policy(9)
@@ -241,156 +245,164 @@ def test_as_many_copies_are_kept_as_the_longest_lag_takes():
         ja.sync_interval(1.5)
 
 
-def test_the_samplers_parameters_are_rounded_as_quantize_rounds():
+def test_sampler_quantize_rounds_as_quantize():
     value = {"a": jax.random.normal(KEY, (50, 4)), "b": jnp.linspace(-3.0, 1.0, 30)}
     for bits in (2.0, 5.0):
-        mine, other = (applied(name, value, bits) for name in ("sampler_quantize", "quantize"))
-        jax.tree.map(np.testing.assert_array_equal, mine, other)
-        assert len(np.unique(mine["b"])) <= 2**bits - 1
-    told = ja.audit(walked(), [ja.sampler_quantize(2.0, onset=3)], seeds=1, steps=STEPS).telemetry
-    assert (told["b"].values[0, 1, 3:] == 10.0 * np.arange(3, STEPS) + 0.75).all(), "the largest of its tensor"
-    np.testing.assert_array_equal(told["performance"].values[0, 1], told["performance"].values[0, 0])
+        result, expected = (apply(name, value, bits) for name in ("sampler_quantize", "quantize"))
+        jax.tree.map(np.testing.assert_array_equal, result, expected)
+        assert len(np.unique(result["b"])) <= 2**bits - 1
+    telemetry = ja.audit(walking_learner(), [ja.sampler_quantize(2.0, onset=3)], seeds=1, steps=STEPS).telemetry
+    assert (telemetry["b"].values[0, 1, 3:] == 10.0 * np.arange(3, STEPS) + 0.75).all(), (
+        "the largest entry of a tensor is exact"
+    )
+    np.testing.assert_array_equal(telemetry["performance"].values[0, 1], telemetry["performance"].values[0, 0])
 
 
-def test_the_samplers_logits_get_other_noise_at_every_slot():
+def test_sampler_noise_is_independent_at_every_slot():
     logits = jnp.linspace(-1.0, 1.0, 300).reshape(30, 10)
 
     def step(x, key, taps):
-        _, seen = taps.scan(lambda taps, carry, _: (carry, taps("sampled_logits", logits)), x, length=4)
-        return x, {"performance": x, "noise": (seen - logits).reshape(4, 300)}
+        _, disturbed = taps.scan(lambda taps, carry, _: (carry, taps("sampled_logits", logits)), x, length=4)
+        return x, {"performance": x, "noise": (disturbed - logits).reshape(4, 300)}
 
     learner = ja.Learner(lambda key: jnp.float32(0.0), step)
     noise = ja.audit(learner, [ja.sampler_noise(0.5, onset=1)], seeds=1, steps=4).telemetry["noise"].values[0]
     assert (noise[0] == 0).all()
     assert (noise[1, 0] == 0).all()
-    drawn = noise[1, 1:].reshape(12, 300)
-    assert stats.kstest(drawn.ravel() / 0.5, "norm").pvalue > 1e-3
-    assert np.abs(np.corrcoef(drawn) - np.eye(12)).max() < 5 / np.sqrt(300)
+    rows = noise[1, 1:].reshape(12, 300)
+    assert stats.kstest(rows.ravel() / 0.5, "norm").pvalue > 1e-3
+    assert np.abs(np.corrcoef(rows) - np.eye(12)).max() < 5 / np.sqrt(300)
 
 
 @pytest.mark.parametrize("name", ["log_probability_noise", "advantage_noise"])
-def test_noise_on_own_tokens_alone(name):
-    own = np.random.default_rng(0).random((100, 60)) < 0.6
-    value = jnp.asarray(np.where(own, -1.5, 0.0), jnp.float32)
-    noise = np.asarray(applied(name, value, 0.3, own=jnp.asarray(own)) - value)
-    assert (noise[~own] == 0).all()
-    assert stats.kstest(noise[own] / 0.3, "norm").pvalue > 1e-3
-    spoilt = applied(name, jnp.full((2, 2), jnp.inf), float("inf"), own=jnp.zeros((2, 2), bool))
-    assert (spoilt == jnp.inf).all(), "given tokens are out of reach"
+def test_noise_acts_on_response_tokens_only(name):
+    response_mask = np.random.default_rng(0).random((100, 60)) < 0.6
+    value = jnp.asarray(np.where(response_mask, -1.5, 0.0), jnp.float32)
+    noise = np.asarray(apply(name, value, 0.3, own=jnp.asarray(response_mask)) - value)
+    assert (noise[~response_mask] == 0).all()
+    assert stats.kstest(noise[response_mask] / 0.3, "norm").pvalue > 1e-3
+    unchanged = apply(name, jnp.full((2, 2), jnp.inf), float("inf"), own=jnp.zeros((2, 2), bool))
+    assert (unchanged == jnp.inf).all(), "other tokens do not change"
 
 
-# What is learned from them
+# What is learned from the rows
 
 
 @pytest.mark.parametrize("name", ["temperature_spike", "kl_failure", "ratio_clip_failure"])
-def test_factors_multiply(name):
-    np.testing.assert_allclose(applied(name, jnp.array([0.2, 0.28]), 7.0), [1.4, 1.96], rtol=1e-6)
+def test_scaling_perturbations_multiply_by_their_magnitude(name):
+    np.testing.assert_allclose(apply(name, jnp.array([0.2, 0.28]), 7.0), [1.4, 1.96], rtol=1e-6)
 
 
-def test_signal_decay_is_of_the_advantages_alone_and_what_the_critic_learns_stays():
-    """Lambda 0.8 times 0.5: what a row ends with reaches the token k before its end times 0.4^k; lambda 0.9 of the
-    critic's targets, by hand from one of the rows."""
+def test_signal_decay_changes_advantages_and_not_value_targets():
+    """With lambda 0.8 times 0.5, the final reward reaches the token k steps earlier times 0.4^k. Value targets have a
+    lambda of 0.9; the expected ones of a row are written out."""
     parts = PRESETS["ppo_lm"].config
     parts = dataclasses.replace(parts, whiten=False, kl="none", kl_in="loss")
     usual = Coefficients(gamma=1.0, gae_lambda=0.8, critic_lambda=0.9)
-    own, score, value = jnp.ones((2, 5), bool), jnp.array([[1.0], [0.5]]), jnp.zeros((2, 5))
+    loss_mask, score, value = jnp.ones((2, 5), bool), jnp.array([[1.0], [0.5]]), jnp.zeros((2, 5))
 
     def step(x, key, taps):
-        advantage, target = estimate_advantages(parts, tap_coefficients(parts, usual, taps), score, own, value=value)
+        advantage, target = estimate_advantages(
+            parts, tap_coefficients(parts, usual, taps), score, loss_mask, value=value
+        )
         return x, {"performance": x, "advantage": advantage, "targets": target}
 
     learner = ja.Learner(lambda key: jnp.float32(0.0), step)
-    told = ja.audit(learner, [ja.signal_decay(0.5, onset=1)], seeds=1, steps=3).telemetry
-    before, after = told["advantage"].values[0, 1, :2]
+    telemetry = ja.audit(learner, [ja.signal_decay(0.5, onset=1)], seeds=1, steps=3).telemetry
+    before, after = telemetry["advantage"].values[0, 1, :2]
     later = np.arange(4, -1, -1)
     np.testing.assert_allclose(before, [0.8**later, 0.5 * 0.8**later], rtol=1e-5)
     np.testing.assert_allclose(after, [0.4**later, 0.5 * 0.4**later], rtol=1e-5)
-    targets = told["targets"].values[0, 1]
+    targets = telemetry["targets"].values[0, 1]
     np.testing.assert_array_equal(targets[1], targets[0])
     np.testing.assert_allclose(targets[1, 0], 0.9**later, rtol=1e-5)
 
 
-def test_signal_decay_multiplies_lambda_and_stays_one_at_most():
+def test_signal_decay_multiplies_lambda_up_to_one():
     for factor, expected in ((0.0, 0.0), (0.5, 0.475), (1.01, 0.9595), (2.0, 1.0)):
-        assert float(applied("signal_decay", jnp.float32(0.95), factor)) == pytest.approx(expected, rel=1e-6)
+        assert float(apply("signal_decay", jnp.float32(0.95), factor)) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.6])
-def test_a_verifier_errs_with_the_stated_probability(share):
+def test_verifier_flip_has_the_given_probability(share):
     reward = jnp.asarray(np.tile([0.0, 1.0, 0.25], 2000), jnp.float32)
-    flipped = np.asarray(applied("verifier_flip", reward, share, bound=1.0))
+    flipped = np.asarray(apply("verifier_flip", reward, share, bound=1.0))
     wrong = flipped != np.asarray(reward)
     np.testing.assert_array_equal(flipped[wrong], 1 - np.asarray(reward)[wrong])
     for value in range(3):
         assert_share(wrong[value::3], share)
 
 
-def test_length_bias_pays_for_each_own_token():
+def test_length_bias_adds_a_reward_per_token():
     lengths = jnp.array([0.0, 3.0, 7.0])
-    biased = applied("length_bias", jnp.array([1.0, 0.0, 0.5]), -0.125, lengths=lengths)
+    biased = apply("length_bias", jnp.array([1.0, 0.0, 0.5]), -0.125, lengths=lengths)
     np.testing.assert_array_equal(biased, [1.0, -0.375, -0.375])
 
 
-JUDGE = {"a": jnp.linspace(-1.0, 1.0, 300), "b": jnp.ones((10, 20))}
+REWARD_MODEL = {"a": jnp.linspace(-1.0, 1.0, 300), "b": jnp.ones((10, 20))}
 
 
-def judged(x, key, taps):
-    """Tells the change of the reward model's parameters."""
-    moved = jax.tree.map(lambda new, old: new - old, taps("reward_model", JUDGE), JUDGE)
-    return x, {"performance": x, "moved": jnp.concatenate([moved["a"], moved["b"].ravel()])}
+def reward_model_change(x, key, taps):
+    """A step whose telemetry is the change of the reward model's parameters."""
+    change = jax.tree.map(lambda new, old: new - old, taps("reward_model", REWARD_MODEL), REWARD_MODEL)
+    return x, {"performance": x, "change": jnp.concatenate([change["a"], change["b"].ravel()])}
 
 
-def test_a_reward_model_is_noisy_anew_each_step_or_drifts_in_one_direction():
-    learner = ja.Learner(lambda key: jnp.float32(0.0), judged)
-    chosen = [
+def test_reward_model_noise_is_new_each_step_and_drift_keeps_its_direction():
+    learner = ja.Learner(lambda key: jnp.float32(0.0), reward_model_change)
+    perturbations = [
         ja.reward_model_noise(0.1, onset=2, duration=4),
         ja.reward_model_drift(0.1, onset=2, duration=4),
         ja.reward_model_drift(0.1, onset=2, duration=2, period=4),
     ]
-    moved = ja.audit(learner, chosen, seeds=2, steps=8).telemetry["moved"].values
-    assert (moved[:, 0] == 0).all()
-    assert (moved[:, 1:, :2] == 0).all()
-    assert (moved[:, 1:3, 6:] == 0).all(), "after the window"
-    noise, drift, again = (moved[:, i] for i in (1, 2, 3))
-    for drawn in (noise[:, 2:6], drift[:, 5:6]):
-        assert stats.kstest(drawn.ravel() / 0.1, "norm").pvalue > 1e-3
-    each = noise[:, 2:6].reshape(8, 500)
-    assert np.abs(np.corrcoef(each) - np.eye(8)).max() < 5 / np.sqrt(500), "steps and seeds draw anew"
-    for passed, step in ((0.25, 2), (0.5, 3), (0.75, 4)):
-        np.testing.assert_allclose(drift[:, step], passed * drift[:, 5], rtol=1e-4, atol=1e-6)
-    assert abs(np.corrcoef(drift[:, 5])[0, 1]) < 5 / np.sqrt(500), "seeds go their own ways"
-    assert (again[:, 4:6] == 0).all()
-    np.testing.assert_allclose(again[:, 7], again[:, 6] * 6 / 5, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(again[:, 3], again[:, 2] * 2, rtol=1e-4, atol=1e-6)
-    assert abs(np.corrcoef(again[0, 3], again[0, 7])[0, 1]) < 5 / np.sqrt(500), "each opening has its direction"
+    change = ja.audit(learner, perturbations, seeds=2, steps=8).telemetry["change"].values
+    assert (change[:, 0] == 0).all()
+    assert (change[:, 1:, :2] == 0).all()
+    assert (change[:, 1:3, 6:] == 0).all(), "nothing remains after the window"
+    noise, drift, periodic_drift = (change[:, i] for i in (1, 2, 3))
+    for sample in (noise[:, 2:6], drift[:, 5:6]):
+        assert stats.kstest(sample.ravel() / 0.1, "norm").pvalue > 1e-3
+    steps_and_seeds = noise[:, 2:6].reshape(8, 500)
+    assert np.abs(np.corrcoef(steps_and_seeds) - np.eye(8)).max() < 5 / np.sqrt(500), (
+        "noise is independent over steps and seeds"
+    )
+    for fraction, step in ((0.25, 2), (0.5, 3), (0.75, 4)):
+        np.testing.assert_allclose(drift[:, step], fraction * drift[:, 5], rtol=1e-4, atol=1e-6)
+    assert abs(np.corrcoef(drift[:, 5])[0, 1]) < 5 / np.sqrt(500), "seeds drift in different directions"
+    assert (periodic_drift[:, 4:6] == 0).all()
+    np.testing.assert_allclose(periodic_drift[:, 7], periodic_drift[:, 6] * 6 / 5, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(periodic_drift[:, 3], periodic_drift[:, 2] * 2, rtol=1e-4, atol=1e-6)
+    assert abs(np.corrcoef(periodic_drift[0, 3], periodic_drift[0, 7])[0, 1]) < 5 / np.sqrt(500), (
+        "each opening has a new direction"
+    )
 
 
-def test_a_reference_is_reset_once_or_drifts_at_every_step():
-    learner = walked("reference", keep=True, policy=None)
-    chosen = [
+def test_reference_reset_acts_once_and_reference_drift_at_every_step():
+    learner = walking_learner("reference", keep=True, policy=None)
+    perturbations = [
         ja.reference_reset(onset=3),
         ja.reference_reset(0.25, onset=3),
         ja.reference_drift(0.25, onset=3, duration=6),
     ]
-    told = ja.audit(learner, chosen, seeds=1, steps=STEPS).telemetry["a"].values[0]
+    references = ja.audit(learner, perturbations, seeds=1, steps=STEPS).telemetry["a"].values[0]
 
-    def simulated(share, opened):
-        reference, seen = 0.5, []
+    def simulated(share, open_steps):
+        value, series = 0.5, []
         for t in range(STEPS):
-            if t in opened:
-                reference += share * (10.0 * t + 0.5 - reference)
-            seen.append(reference)
-        return seen
+            if t in open_steps:
+                value += share * (10.0 * t + 0.5 - value)
+            series.append(value)
+        return series
 
     expected = [simulated(0, ()), simulated(1.0, [3]), simulated(0.25, [3]), simulated(0.25, range(3, 9))]
-    np.testing.assert_allclose(told, expected, rtol=1e-6)
-    assert (told[1, 3:] == 30.5).all()
-    broken = {"kernel": jnp.array([jnp.nan, 1.0])}
-    healed = applied("reference_reset", broken, 1.0, policy={"kernel": jnp.array([2.0, 3.0])})
+    np.testing.assert_allclose(references, expected, rtol=1e-6)
+    assert (references[1, 3:] == 30.5).all()
+    nan_params = {"kernel": jnp.array([jnp.nan, 1.0])}
+    healed = apply("reference_reset", nan_params, 1.0, policy={"kernel": jnp.array([2.0, 3.0])})
     np.testing.assert_array_equal(healed["kernel"], [2.0, 3.0])
 
 
-def test_value_bias_moves_the_bias_of_the_critics_head_alone_and_once():
+def test_value_bias_shifts_the_critics_head_bias_once():
     def init(key):
         head = {"kernel": jnp.zeros(3), "bias": jnp.zeros(1)}
         return {"critic": {"head": head, "h": {"bias": jnp.zeros(2)}}, "policy": {"head": {"bias": jnp.zeros(1)}}}
@@ -405,14 +417,14 @@ def test_value_bias_moves_the_bias_of_the_critics_head_alone_and_once():
     biases = ja.audit(learner, [ja.value_bias(-2.0, onset=2)], seeds=1, steps=5).telemetry["biases"].values[0, 1]
     np.testing.assert_array_equal(biases, [[0] * 4] * 2 + [[-2, 0, 0, 0]] * 3)
     with pytest.raises(ValueError, match="target 'critic/head/bias' of 'value_bias' is in none of the paths"):
-        ja.plan(walked("params"), [ja.value_bias()], seeds=1, steps=10)
+        ja.plan(walking_learner("params"), [ja.value_bias()], seeds=1, steps=10)
 
 
-# What means nothing here
+# Perturbations that dialogue learners refuse
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    ("name", "message"),
     [
         ("reward_delay", "'reward_delay' needs ends at site 'reward', which the learner's tap there does not give"),
         (
@@ -424,31 +436,31 @@ def test_value_bias_moves_the_bias_of_the_critics_head_alone_and_once():
         ("observation_noise", "'observation_noise' acts at site 'observation', which the learner does not tap"),
     ],
 )
-def test_what_means_nothing_to_a_dialogue_learner_is_refused_in_one_sentence(name, sentence):
-    with pytest.raises(ValueError, match=sentence) as refused:
+def test_perturbations_without_a_site_or_context_are_refused(name, message):
+    with pytest.raises(ValueError, match=message) as error:
         ja.plan(TINY_DIALOGUE, [registry.perturbations[name]()], seeds=1, steps=10)
-    assert len(str(refused.value).splitlines()) == 1
+    assert len(str(error.value).splitlines()) == 1
 
 
-def test_length_bias_means_nothing_without_lengths():
+def test_length_bias_is_refused_without_lengths():
     learner = ja.Learner(lambda key: jnp.float32(0), lambda x, key, taps: (x, {"performance": taps("reward", x)}))
-    said = "'length_bias' needs lengths at site 'reward', which the learner's tap there does not give"
-    with pytest.raises(ValueError, match=said):
+    message = "'length_bias' needs lengths at site 'reward', which the learner's tap there does not give"
+    with pytest.raises(ValueError, match=message):
         ja.plan(learner, [ja.length_bias()], seeds=1, steps=10)
 
 
-def test_a_verifier_flip_means_nothing_without_a_bound():
-    """As of an environment's rewards, or of a reward model's scores."""
+def test_verifier_flip_is_refused_without_a_bound():
+    """Rewards of environments and scores of reward models have no bound."""
 
     def step(x, key, taps, **bound):
         return x, {"performance": taps("reward", x, **bound)}
 
-    def begin(key):
+    def init(key):
         return jnp.float32(0)
 
-    said = "'verifier_flip' needs bound at site 'reward', which the learner's tap there does not give"
-    with pytest.raises(ValueError, match=said):
-        ja.plan(ja.Learner(begin, step), [ja.verifier_flip()], seeds=1, steps=10)
-    bounded = ja.Learner(begin, functools.partial(step, bound=1.0))
-    told = ja.audit(bounded, [ja.verifier_flip(1.0, onset=2)], seeds=1, steps=4).telemetry
-    np.testing.assert_array_equal(told["performance"].values[0], [[0, 0, 0, 0], [0, 0, 1, 1]])
+    message = "'verifier_flip' needs bound at site 'reward', which the learner's tap there does not give"
+    with pytest.raises(ValueError, match=message):
+        ja.plan(ja.Learner(init, step), [ja.verifier_flip()], seeds=1, steps=10)
+    bounded = ja.Learner(init, functools.partial(step, bound=1.0))
+    telemetry = ja.audit(bounded, [ja.verifier_flip(1.0, onset=2)], seeds=1, steps=4).telemetry
+    np.testing.assert_array_equal(telemetry["performance"].values[0], [[0, 0, 0, 0], [0, 0, 1, 1]])

@@ -1,7 +1,8 @@
-"""The stated distributions of the random perturbations, as a learner meets them: tapped in a scan, in a real audit.
+"""Tests the distributions of random perturbations in an audit of a learner that taps in a scan.
 
-One audit records what passes at each site, in every lane, step and turn of the scan, beside an undisturbed control;
-draws are then tested for their distribution and for independence over seeds, steps, turns, environments and entries.
+One audit records the values at each site, in every lane, step and turn of the scan, and in an undisturbed control.
+The random numbers are tested for their distribution, and for independence over seeds, steps, turns, environments and
+entries.
 """
 
 import itertools
@@ -15,7 +16,7 @@ import jaxaudit as ja
 from jaxaudit.runtime import registry
 
 SEEDS, STEPS, TURNS, ENVS, ENTRIES, ONSET = 8, 13, 6, 5, 7, 1
-SURELY = 1e-4
+P_VALUE = 1e-4
 GAUSSIAN = {
     "observation_noise": 0.1,
     "action_noise": 0.05,
@@ -41,11 +42,11 @@ def step(state, key, taps):
     def turn(taps, state, index):
         clock = jnp.float32(1 + taps.step * TURNS + index)
         value = jnp.full((ENVS, ENTRIES), clock / (STEPS * TURNS))
-        seen = {site: taps(site, value, valid=rows) for site in SITES[:-1]}
-        return state, seen | {"optimizer_state": taps("optimizer_state", {"mu": value})["mu"]}
+        values = {site: taps(site, value, valid=rows) for site in SITES[:-1]}
+        return state, values | {"optimizer_state": taps("optimizer_state", {"mu": value})["mu"]}
 
-    state, seen = taps.scan(turn, state, jnp.arange(TURNS))
-    return state, seen | {"performance": jnp.float32(0.0)}
+    state, values = taps.scan(turn, state, jnp.arange(TURNS))
+    return state, values | {"performance": jnp.float32(0.0)}
 
 
 LEARNER = ja.Learner(lambda key: jnp.zeros(()), step)
@@ -53,79 +54,85 @@ LEARNER = ja.Learner(lambda key: jnp.zeros(()), step)
 
 @pytest.fixture(scope="module")
 def lanes():
-    """What each perturbation's lanes saw and the control did: `[seeds, openings or steps, turns, envs, entries]`."""
-    chosen = []
+    """Returns values by kind, disturbed and of the control: `[seeds, openings or steps, turns, envs, entries]`."""
+    perturbations = []
     for name in NAMES:
         when = {"duration": 1, "period": 2} if name in STUCK else {"duration": "end"}
-        chosen.append(registry.perturbations[name]((GAUSSIAN | BERNOULLI | STUCK).get(name), onset=ONSET, **when))
-    data = ja.audit(LEARNER, chosen, seeds=SEEDS, steps=STEPS).telemetry
-    seen = {}
+        perturbations.append(
+            registry.perturbations[name]((GAUSSIAN | BERNOULLI | STUCK).get(name), onset=ONSET, **when)
+        )
+    data = ja.audit(LEARNER, perturbations, seeds=SEEDS, steps=STEPS).telemetry
+    values_of_kind = {}
     for condition, name in enumerate(NAMES, 1):
         values = data[registry.perturbations[name].site].values
-        opened = slice(ONSET, None, 2 if name in STUCK else 1)
-        seen[name] = tuple(values[:, c, opened].astype(np.float64) for c in (condition, 0))
-    return seen
+        open_steps = slice(ONSET, None, 2 if name in STUCK else 1)
+        values_of_kind[name] = tuple(values[:, c, open_steps].astype(np.float64) for c in (condition, 0))
+    return values_of_kind
 
 
 def assert_independent(draws):
-    """No two slices along any axis are correlated beyond chance; `draws` `[...]` of mean 0 and one variance."""
+    """Asserts that no two slices along any axis are correlated; entries have mean 0 and equal variance."""
     for axis, size in enumerate(draws.shape):
         rows = np.moveaxis(draws, axis, 0).reshape(size, -1)
-        found = np.corrcoef(rows)[np.triu_indices(size, 1)]
-        bound = stats.norm.isf(SURELY / 2 / found.size) / np.sqrt(rows.shape[1])
-        assert np.abs(found).max() < bound, f"axis {axis}: correlation {np.abs(found).max():.3f}, bound {bound:.3f}"
+        correlations = np.corrcoef(rows)[np.triu_indices(size, 1)]
+        bound = stats.norm.isf(P_VALUE / 2 / correlations.size) / np.sqrt(rows.shape[1])
+        assert np.abs(correlations).max() < bound, (
+            f"axis {axis}: correlation {np.abs(correlations).max():.3f}, bound {bound:.3f}"
+        )
 
 
 @pytest.mark.parametrize("name", GAUSSIAN)
-def test_noise_is_gaussian_of_the_stated_width_and_independent(lanes, name):
+def test_noise_is_gaussian_with_its_magnitude_and_independent(lanes, name):
     noise = (lanes[name][0] - lanes[name][1]) / GAUSSIAN[name]
-    worst = stats.norm.isf(SURELY / 2)
+    worst = stats.norm.isf(P_VALUE / 2)
     assert abs(noise.mean()) < worst / np.sqrt(noise.size)
     assert abs(noise.std() - 1) < worst / np.sqrt(2 * noise.size)
-    assert stats.kstest(noise.ravel(), "norm").pvalue > SURELY
+    assert stats.kstest(noise.ravel(), "norm").pvalue > P_VALUE
     assert_independent(noise)
 
 
-def test_kinds_draw_independently_of_each_other(lanes):
+def test_noise_of_different_kinds_is_independent(lanes):
     noise = {name: lanes[name][0] - lanes[name][1] for name in GAUSSIAN}
-    for one, other in itertools.combinations(GAUSSIAN, 2):
-        r = np.corrcoef(noise[one].ravel(), noise[other].ravel())[0, 1]
-        assert abs(r) < stats.norm.isf(SURELY / 2) / np.sqrt(noise[one].size), f"{one}, {other}"
+    for a, b in itertools.combinations(GAUSSIAN, 2):
+        r = np.corrcoef(noise[a].ravel(), noise[b].ravel())[0, 1]
+        assert abs(r) < stats.norm.isf(P_VALUE / 2) / np.sqrt(noise[a].size), f"{a}, {b}"
 
 
 @pytest.mark.parametrize("name", BERNOULLI)
-def test_drops_flips_and_masks_hit_the_stated_share_independently(lanes, name):
-    seen, true = lanes[name]
-    hit = seen != true
-    np.testing.assert_array_equal(seen[hit], -true[hit] if "flip" in name else 0.0)
-    assert stats.binomtest(int(hit.sum()), hit.size, BERNOULLI[name]).pvalue > SURELY
+def test_drops_flips_and_masks_hit_the_given_share_independently(lanes, name):
+    disturbed, control = lanes[name]
+    hit = disturbed != control
+    np.testing.assert_array_equal(disturbed[hit], -control[hit] if "flip" in name else 0.0)
+    assert stats.binomtest(int(hit.sum()), hit.size, BERNOULLI[name]).pvalue > P_VALUE
     assert_independent(hit - BERNOULLI[name])
 
 
-def test_gradient_scale_is_one_uniform_factor_for_each_gradient(lanes):
-    seen, true = lanes["gradient_scale"]
-    factors = seen / true
+def test_gradient_scale_is_one_uniform_factor_per_gradient(lanes):
+    disturbed, control = lanes["gradient_scale"]
+    factors = disturbed / control
     np.testing.assert_allclose(factors, np.broadcast_to(factors[..., :1, :1], factors.shape), rtol=1e-6)
     draws = factors[..., 0, 0]
-    assert stats.kstest(draws.ravel(), "uniform", args=(0.8, 0.4)).pvalue > SURELY
+    assert stats.kstest(draws.ravel(), "uniform", args=(0.8, 0.4)).pvalue > P_VALUE
     assert_independent(draws - 1.0)
 
 
 @pytest.mark.parametrize("name", STUCK)
-def test_the_stated_share_of_entries_sticks_drawn_anew_at_each_opening(lanes, name):
-    seen, true = lanes[name]
-    stuck = seen[:, :, 1:] != true[:, :, 1:]
-    drawn = stuck[:, :, 0]
-    np.testing.assert_array_equal(stuck, np.broadcast_to(drawn[:, :, None], stuck.shape))
-    held = np.broadcast_to(true[:, :, :1], true.shape)
-    np.testing.assert_array_equal(seen, np.where(np.repeat(drawn[:, :, None], TURNS, axis=2), held, true))
-    assert stats.binomtest(int(drawn.sum()), drawn.size, STUCK[name]).pvalue > SURELY
-    assert_independent(drawn - STUCK[name])
+def test_the_given_share_of_entries_sticks_chosen_at_each_opening(lanes, name):
+    disturbed, control = lanes[name]
+    stuck = disturbed[:, :, 1:] != control[:, :, 1:]
+    chosen = stuck[:, :, 0]
+    np.testing.assert_array_equal(stuck, np.broadcast_to(chosen[:, :, None], stuck.shape))
+    value_at_opening = np.broadcast_to(control[:, :, :1], control.shape)
+    np.testing.assert_array_equal(
+        disturbed, np.where(np.repeat(chosen[:, :, None], TURNS, axis=2), value_at_opening, control)
+    )
+    assert stats.binomtest(int(chosen.sum()), chosen.size, STUCK[name]).pvalue > P_VALUE
+    assert_independent(chosen - STUCK[name])
 
 
-def test_seeds_share_no_draws(lanes):
-    """A stronger form of independence over seeds, for the same draws in another order."""
+def test_seeds_share_no_random_numbers(lanes):
+    """This would detect the same random numbers in a different order."""
     noise = lanes["observation_noise"][0] - lanes["observation_noise"][1]
     sets = [np.unique(noise[seed]) for seed in range(SEEDS)]
-    for one, other in itertools.combinations(sets, 2):
-        assert np.intersect1d(one, other).size < 0.01 * one.size
+    for a, b in itertools.combinations(sets, 2):
+        assert np.intersect1d(a, b).size < 0.01 * a.size

@@ -1,4 +1,4 @@
-"""What each standard perturbation does to a value, in numbers; how perturbations are timed, aimed and composed."""
+"""Tests the effect of each standard perturbation on a value, and windows, targets, sweeps and chains."""
 
 import doctest
 
@@ -22,109 +22,109 @@ VALUE = {"a": jnp.linspace(-2.0, 3.0, N), "b": jnp.full((100, 200), 0.5)}
 KEY = jax.random.key(7)
 
 
-def applied(name, value=VALUE, magnitude=None, key=KEY, **context):
+def apply(name, value=VALUE, magnitude=None, key=KEY, **context):
     perturbation = registry.perturbations[name](magnitude)
     return jax.jit(lambda key, value: perturbation.apply(value, key, **context))(key, value)
 
 
-def many(name, value, draws, magnitude=None, **context):
-    """What becomes of a value under many keys: leading axis `[draws]`."""
+def apply_many(name, value, draws, magnitude=None, **context):
+    """Returns the perturbed values under many keys, with a leading axis `[draws]`."""
     keys = jax.random.split(KEY, draws)
     perturbation = registry.perturbations[name](magnitude)
-    each = jax.jit(jax.vmap(lambda key: perturbation.apply(value, key, **context)))
-    return jax.tree.map(np.asarray, each(keys))
+    apply_one = jax.jit(jax.vmap(lambda key: perturbation.apply(value, key, **context)))
+    return jax.tree.map(np.asarray, apply_one(keys))
 
 
 @pytest.mark.parametrize("name", ["observation_noise", "action_noise", "reward_noise", "weight_noise"])
-def test_noise_is_gaussian_with_the_stated_standard_deviation(name):
+def test_noise_is_gaussian_with_its_magnitude_as_standard_deviation(name):
     std = registry.perturbations[name].magnitude
-    noise = jax.tree.map(lambda new, old: np.asarray(new - old, np.float64) / std, applied(name), VALUE)
+    noise = jax.tree.map(lambda new, old: np.asarray(new - old, np.float64) / std, apply(name), VALUE)
     for leaf in (noise["a"], noise["b"].ravel()):
         assert stats.kstest(leaf, "norm").pvalue > 1e-3
     assert abs(np.corrcoef(noise["a"], noise["b"].ravel())[0, 1]) < 5 / np.sqrt(N)
     assert abs(np.corrcoef(noise["a"][1:], noise["a"][:-1])[0, 1]) < 5 / np.sqrt(N)
 
 
-def test_momentum_noise_changes_the_first_moment_alone():
+def test_momentum_noise_changes_the_first_moment_only():
     params = {"w": jnp.zeros(N)}
     state = optax.adam(1e-3).init(params)
-    noisy = applied("momentum_noise", state, 0.1)
+    noisy = apply("momentum_noise", state, 0.1)
     assert stats.kstest(np.asarray(noisy[0].mu["w"]) / 0.1, "norm").pvalue > 1e-3
     assert (noisy[0].nu["w"] == 0).all()
     assert noisy[0].count == state[0].count
 
 
 @pytest.mark.parametrize("wrap", [lambda state: state, lambda state: {"actor": state}])
-def test_a_layer_called_like_a_moment_is_none(wrap):
+def test_momentum_noise_ignores_layers_named_like_moments(wrap):
     params = {"mu": jnp.zeros(N), "nu": jnp.zeros(N), "trunk": jnp.zeros(N)}
     state = wrap(optax.adam(1e-3).init(params))
     noisy, old = (
         jax.tree.leaves(tree, is_leaf=lambda x: hasattr(x, "mu"))
-        for tree in (applied("momentum_noise", state, 0.1), state)
+        for tree in (apply("momentum_noise", state, 0.1), state)
     )
     noisy, old = noisy[0], old[0]
     assert all(float(jnp.std(noisy.mu[name])) == pytest.approx(0.1, rel=0.1) for name in params)
     jax.tree.map(np.testing.assert_array_equal, noisy.nu, old.nu)
 
 
-def test_second_moment_drift_scales_the_second_moment_alone():
+def test_second_moment_drift_scales_the_second_moment_only():
     state = optax.adam(1e-3).init({"w": jnp.zeros(3)})
     state = (state[0]._replace(nu={"w": jnp.array([1.0, 2.0, 3.0])}), *state[1:])
-    drifted = applied("second_moment_drift", state, 0.01)
+    drifted = apply("second_moment_drift", state, 0.01)
     np.testing.assert_allclose(drifted[0].nu["w"], [0.01, 0.02, 0.03], rtol=1e-6)
     assert (drifted[0].mu["w"] == 0).all()
 
 
-def test_an_optimizer_without_the_moment_is_named():
+def test_momentum_noise_refuses_an_optimizer_without_momentum():
     with pytest.raises(ValueError, match="no mu or trace or momentum"):
-        applied("momentum_noise", optax.sgd(0.1).init({"w": jnp.zeros(3)}))
+        apply("momentum_noise", optax.sgd(0.1).init({"w": jnp.zeros(3)}))
 
 
-def test_gradient_scale_is_one_uniform_factor_for_the_whole_gradient():
-    scaled = many("gradient_scale", {"a": np.ones(3, np.float32), "b": np.ones(2, np.float32)}, 400)
-    found = np.concatenate([scaled["a"], scaled["b"]], axis=1)
-    factors = found[:, 0]
-    np.testing.assert_array_equal(found, np.repeat(factors[:, None], 5, axis=1))
+def test_gradient_scale_is_one_uniform_factor_for_all_leaves():
+    scaled = apply_many("gradient_scale", {"a": np.ones(3, np.float32), "b": np.ones(2, np.float32)}, 400)
+    result = np.concatenate([scaled["a"], scaled["b"]], axis=1)
+    factors = result[:, 0]
+    np.testing.assert_array_equal(result, np.repeat(factors[:, None], 5, axis=1))
     assert stats.kstest(factors, "uniform", args=(0.8, 0.4)).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("name", ["gradient_sign_flip", "reward_flip"])
 @pytest.mark.parametrize("share", [0.1, 0.5])
-def test_flips_invert_the_stated_share(name, share):
-    flipped = np.asarray(applied(name, VALUE, share)["b"]).ravel()
+def test_flips_invert_the_given_share(name, share):
+    flipped = np.asarray(apply(name, VALUE, share)["b"]).ravel()
     assert set(np.unique(flipped)) == {-0.5, 0.5}
     assert stats.binomtest(int((flipped < 0).sum()), flipped.size, share).pvalue > 1e-3
 
 
-def test_gradient_mask_zeroes_the_stated_share():
-    masked = np.asarray(applied("gradient_mask", VALUE, 0.3)["b"]).ravel()
+def test_gradient_mask_zeroes_the_given_share():
+    masked = np.asarray(apply("gradient_mask", VALUE, 0.3)["b"]).ravel()
     assert set(np.unique(masked)) == {0.0, 0.5}
     assert stats.binomtest(int((masked == 0).sum()), masked.size, 0.3).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("name", ["lr_spike", "clip_failure", "reward_scale"])
-def test_factors_multiply(name):
-    np.testing.assert_allclose(applied(name, jnp.array([0.3, -2.0]), 7.0), [2.1, -14.0], rtol=1e-6)
+def test_scaling_perturbations_multiply_by_their_magnitude(name):
+    np.testing.assert_allclose(apply(name, jnp.array([0.3, -2.0]), 7.0), [2.1, -14.0], rtol=1e-6)
 
 
-def test_lr_schedule_error_reads_the_schedule_elsewhere():
+def test_lr_schedule_error_shifts_the_progress_of_the_schedule():
     def schedule(progress):
         return 1.0 - progress
 
-    def at(progress, shift):
+    def shifted_rate(progress, shift):
         rate = jnp.float32(schedule(progress))
-        return float(applied("lr_schedule_error", rate, shift, schedule=schedule, progress=progress))
+        return float(apply("lr_schedule_error", rate, shift, schedule=schedule, progress=progress))
 
-    assert at(0.5, -0.3) == pytest.approx(0.8)
-    assert at(0.5, 0.2) == pytest.approx(0.3)
-    assert at(0.1, -0.3) == pytest.approx(1.0), "a schedule does not begin before its beginning"
+    assert shifted_rate(0.5, -0.3) == pytest.approx(0.8)
+    assert shifted_rate(0.5, 0.2) == pytest.approx(0.3)
+    assert shifted_rate(0.1, -0.3) == pytest.approx(1.0), "progress is clipped at 0"
 
 
-def test_layer_reset_draws_fresh_layers_in_the_target_alone():
+def test_layer_reset_resets_complete_layers_in_the_target_only():
     params = {name: {"kernel": np.zeros((2, 2)), "bias": np.zeros(2)} for name in ("actor_0", "actor_1", "critic_0")}
     fresh = jax.tree.map(np.ones_like, params)
     selected = np.array([path.startswith("actor") for path in paths_of(params)])
-    reset = many("layer_reset", params, 60, 1.0, reinitialise=lambda key: fresh, selected=selected)
+    reset = apply_many("layer_reset", params, 60, 1.0, reinitialise=lambda key: fresh, selected=selected)
     counts = dict.fromkeys(params, 0)
     for index in range(60):
         changed = [name for name in params if reset[name]["kernel"][index].sum() > 0]
@@ -135,83 +135,85 @@ def test_layer_reset_draws_fresh_layers_in_the_target_alone():
     assert min(counts["actor_0"], counts["actor_1"]) > 10
 
 
-def test_a_loose_parameter_is_no_layer():
+def test_layer_reset_leaves_parameters_outside_layers():
     params = {"actor": {"kernel": np.zeros(2), "bias": np.zeros(1)}, "log_std": np.zeros(2)}
     fresh = jax.tree.map(np.ones_like, params)
-    reset = many("layer_reset", params, 20, 1.0, reinitialise=lambda key: fresh, selected=np.ones(3, bool))
+    reset = apply_many("layer_reset", params, 20, 1.0, reinitialise=lambda key: fresh, selected=np.ones(3, bool))
     assert (reset["actor"]["kernel"] == 1).all()
     assert (reset["log_std"] == 0).all()
-    alone = applied(
+    single = apply(
         "layer_reset",
         {"w": np.zeros(2)},
         1.0,
         reinitialise=lambda key: {"w": jnp.ones(2)},
         selected=np.ones(1, bool),
     )
-    assert float(alone["w"][0]) == 1.0
+    assert float(single["w"][0]) == 1.0
 
 
 @pytest.mark.exhaustive
-def test_a_constant_learning_rate_has_no_schedule_to_misread():
+def test_lr_schedule_error_is_refused_without_a_schedule():
     from quadratic import quadratic
 
-    said = (
+    message = (
         "'lr_schedule_error' needs progress, schedule at site 'learning_rate', which the learner's tap there does not"
     )
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         ja.plan(quadratic(None), [ja.lr_schedule_error(0.1)], seeds=1, steps=10)
     for learner in (ja.learners.trpo, ja.learners.sac, ja.learners.td3):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             ja.plan(learner("InvertedPendulum-v5"), [ja.lr_schedule_error(0.1)], seeds=1, steps=10)
 
 
-def test_critic_reset_moves_the_critic_towards_fresh_parameters():
+def test_critic_reset_interpolates_to_new_initial_parameters():
     params = {"critic": {"kernel": jnp.full((2, 2), 2.0)}}
 
     def fresh(key):
         return {"critic": {"kernel": jax.random.normal(key, (2, 2))}}
 
-    drawn = np.asarray(fresh(KEY)["critic"]["kernel"])
-    quarter = applied("critic_reset", params, 0.25, reinitialise=fresh)["critic"]["kernel"]
-    np.testing.assert_allclose(quarter, 0.75 * 2.0 + 0.25 * drawn, rtol=1e-6)
-    broken = jax.tree.map(lambda x: x * jnp.nan, params)
-    np.testing.assert_array_equal(applied("critic_reset", broken, 1.0, reinitialise=fresh)["critic"]["kernel"], drawn)
+    initial = np.asarray(fresh(KEY)["critic"]["kernel"])
+    quarter = apply("critic_reset", params, 0.25, reinitialise=fresh)["critic"]["kernel"]
+    np.testing.assert_allclose(quarter, 0.75 * 2.0 + 0.25 * initial, rtol=1e-6)
+    nan_params = jax.tree.map(lambda x: x * jnp.nan, params)
+    np.testing.assert_array_equal(
+        apply("critic_reset", nan_params, 1.0, reinitialise=fresh)["critic"]["kernel"], initial
+    )
 
 
-def test_a_layer_or_the_critic_is_reset_in_each_optimizers_parameters():
-    """Two optimizers tap the parameters they train: each has a layer reset, and the target tells them apart."""
+def test_resets_act_separately_on_each_optimizers_parameters():
+    """Two optimizers tap the parameters that they train: each has a layer reset, unless a target excludes it."""
 
     def init(key):
-        return {who: {str(i): {"kernel": jnp.zeros(2), "bias": jnp.zeros(1)} for i in range(3)} for who in "ab"}
+        return {part: {str(i): {"kernel": jnp.zeros(2), "bias": jnp.zeros(1)} for i in range(3)} for part in "ab"}
 
     def step(params, key, taps):
-        for who, label in (("a", "actor"), ("b", "critic")):
+        for part, label in (("a", "actor"), ("b", "critic")):
 
-            def fresh(key, like=params[who]):
+            def fresh(key, like=params[part]):
                 return jax.tree.map(jnp.ones_like, like)
 
-            params = params | {who: taps("params", params[who], label=label, reinitialise=fresh)}
-        reset = {who: sum(layer["kernel"][0] for layer in params[who].values()) for who in "ab"}
+            params = params | {part: taps("params", params[part], label=label, reinitialise=fresh)}
+        reset = {part: sum(layer["kernel"][0] for layer in params[part].values()) for part in "ab"}
         return params, {"performance": reset["a"] + reset["b"], **reset}
 
-    chosen = [ja.layer_reset(2.0), ja.layer_reset(1.0, target="critic"), ja.critic_reset(1.0)]
-    data = ja.audit(ja.Learner(init, step), chosen, seeds=2, steps=5).telemetry.isel(step=-1)
+    perturbations = [ja.layer_reset(2.0), ja.layer_reset(1.0, target="critic"), ja.critic_reset(1.0)]
+    data = ja.audit(ja.Learner(init, step), perturbations, seeds=2, steps=5).telemetry.isel(step=-1)
     assert (data["a"].values[:, 1:] == [2, 0, 0]).all()
     assert (data["b"].values[:, 1:] == [2, 1, 3]).all()
 
 
-def test_dynamics_shift_and_drift_change_the_mass_or_what_is_aimed_at():
+def test_dynamics_shift_and_drift_change_mass_or_the_target():
     def step(x, key, taps):
         factors = taps("dynamics", dict.fromkeys(("friction", "gear", "gravity", "mass"), jnp.float32(1.0)))
         return x, {"performance": x, "factors": jnp.stack([factors[name] for name in sorted(factors)])}
 
-    chosen = [
+    perturbations = [
         ja.dynamics_shift(-0.5, onset=2),
         ja.dynamics_shift(1.0, onset=2, target="*"),
         ja.dynamics_drift(0.8, onset=2, duration=4, target="gravity"),
     ]
     learner = ja.Learner(lambda key: jnp.float32(0.0), step)
-    factors = ja.audit(learner, chosen, seeds=1, steps=8).telemetry["factors"].values[0]
+    factors = ja.audit(learner, perturbations, seeds=1, steps=8).telemetry["factors"].values[0]
     assert (factors[:, :2] == 1).all()
     np.testing.assert_array_equal(factors[1, 2:], [[1, 1, 1, 0.5]] * 6)
     np.testing.assert_array_equal(factors[2, 2:], [[2, 2, 2, 2]] * 6)
@@ -219,11 +221,11 @@ def test_dynamics_shift_and_drift_change_the_mass_or_what_is_aimed_at():
     np.testing.assert_array_equal(factors[3, :, [0, 1, 3]], np.ones((3, 8)))
 
 
-def test_adversarial_observation_takes_the_lowest_value_of_its_draws():
-    """With the value the entry itself, the change is the least of eight uniform draws, or none where all are above."""
+def test_adversarial_observation_takes_the_lowest_of_eight_values():
+    """The value is the entry itself: the change is the least of eight uniform numbers, or zero if all are positive."""
     observation = jnp.linspace(-5.0, 5.0, N)[:, None]
-    seen = applied("adversarial_observation", observation, 0.5, state_value=lambda x: x[:, 0])
-    change = np.asarray(seen - observation, np.float64)[:, 0] / 0.5
+    perturbed = apply("adversarial_observation", observation, 0.5, state_value=lambda x: x[:, 0])
+    change = np.asarray(perturbed - observation, np.float64)[:, 0] / 0.5
     assert change.min() >= -1 - 1e-5
     assert change.max() == 0
     changed = change[change < 0]
@@ -231,19 +233,19 @@ def test_adversarial_observation_takes_the_lowest_value_of_its_draws():
     assert stats.binomtest(N - changed.size, N, 0.5**8).pvalue > 1e-3
 
 
-def test_adversarial_observation_moves_each_entry_within_its_cube_and_never_raises_the_value():
+def test_adversarial_observation_stays_in_its_cube_and_lowers_the_value():
     observation = jax.random.normal(KEY, (200, 3))
 
     @jax.jit
     def value(x):
         return jnp.where(jnp.arange(200) % 2 == 0, jnp.sin(5 * x).sum(axis=1), jnp.nan)
 
-    seen = applied("adversarial_observation", observation, 0.2, state_value=value)
-    assert np.abs(seen - observation).max() <= 0.2 + 1e-6
+    perturbed = apply("adversarial_observation", observation, 0.2, state_value=value)
+    assert np.abs(perturbed - observation).max() <= 0.2 + 1e-6
     sane = np.arange(200) % 2 == 0
-    assert (value(seen)[sane] <= value(observation)[sane]).all()
-    assert (value(seen)[sane] < value(observation)[sane]).mean() > 0.9
-    np.testing.assert_array_equal(seen[~sane], observation[~sane], "a value that is NaN aims at nothing")
+    assert (value(perturbed)[sane] <= value(observation)[sane]).all()
+    assert (value(perturbed)[sane] < value(observation)[sane]).mean() > 0.9
+    np.testing.assert_array_equal(perturbed[~sane], observation[~sane], "nothing changes where the value is NaN")
 
 
 def test_adversarial_reward_opposes_the_temporal_difference_error():
@@ -252,15 +254,15 @@ def test_adversarial_reward_opposes_the_temporal_difference_error():
     def td_error(r):
         return r - 0.25
 
-    seen = np.asarray(applied("adversarial_reward", reward, 0.5, td_error=td_error))
-    change = (seen - np.asarray(reward)) / 0.5
+    perturbed = np.asarray(apply("adversarial_reward", reward, 0.5, td_error=td_error))
+    change = (perturbed - np.asarray(reward)) / 0.5
     better = np.asarray(td_error(reward)) > 0
     assert (change[better] <= 0).all()
     assert (change[~better] >= 0).all()
     assert np.abs(change).max() <= 1 + 1e-6
-    assert np.abs(change).mean() == pytest.approx(7 / 9, abs=0.01), "the mean of the largest of eight draws"
-    lost = applied("adversarial_reward", reward, 0.5, td_error=lambda r: r * jnp.nan)
-    np.testing.assert_array_equal(lost, reward)
+    assert np.abs(change).mean() == pytest.approx(7 / 9, abs=0.01), "the mean of the largest of eight uniform numbers"
+    unchanged = apply("adversarial_reward", reward, 0.5, td_error=lambda r: r * jnp.nan)
+    np.testing.assert_array_equal(unchanged, reward)
 
 
 SITE_VALUES = {
@@ -317,41 +319,43 @@ CONTEXT = {
 }
 
 
-def test_every_perturbation_is_the_same_alone_and_under_jit_and_vmap():
+def test_every_perturbation_is_the_same_under_jit_and_vmap():
     defaults = {name: registry.perturbations[name] for name in registry.perturbations}
 
-    def all_of_them(key, factor):
+    def apply_all(key, factor):
         changed = {}
         for name, default in defaults.items():
             value = jax.tree.map(
                 lambda x: x * factor if jnp.issubdtype(x.dtype, jnp.floating) else x, SITE_VALUES[default.site]
             )
-            given = {need: CONTEXT[need] for need in default.needs}
+            context = {need: CONTEXT[need] for need in default.needs}
 
-            def again(state, turn, value=value, default=default, given=given):
-                later = jax.tree.map(lambda x: x + turn, value)
-                return default.apply(key, later, default.magnitude, state, **given)[::-1]
+            def apply_again(state, turn, value=value, default=default, context=context):
+                shifted = jax.tree.map(lambda x: x + turn, value)
+                return default.apply(key, shifted, default.magnitude, state, **context)[::-1]
 
             sizes = (default.magnitude,) if default.sized else ()
-            _, seen = jax.lax.scan(again, default.init(value, *sizes), jnp.arange(3))
-            changed[name] = jax.tree.map(lambda x: x[-1], seen)
+            _, values = jax.lax.scan(apply_again, default.init(value, *sizes), jnp.arange(3))
+            changed[name] = jax.tree.map(lambda x: x[-1], values)
         return changed
 
     keys, factors = jax.random.split(KEY, 3), jnp.array([1.0, 0.5, jnp.nan])
-    together = jax.jit(jax.vmap(all_of_them))(keys, factors)
-    alone = jax.jit(all_of_them)
+    batched = jax.jit(jax.vmap(apply_all))(keys, factors)
+    apply_single = jax.jit(apply_all)
     for lane in range(3):
-        expected = alone(keys[lane], factors[lane])
+        expected = apply_single(keys[lane], factors[lane])
         for name in defaults:
-            for mine, other in zip(jax.tree.leaves(together[name]), jax.tree.leaves(expected[name]), strict=True):
-                np.testing.assert_allclose(mine[lane], other, rtol=1e-6, err_msg=name)
-                assert lane == 2 or np.isfinite(mine[lane]).all()
+            for result, expected_leaf in zip(
+                jax.tree.leaves(batched[name]), jax.tree.leaves(expected[name]), strict=True
+            ):
+                np.testing.assert_allclose(result[lane], expected_leaf, rtol=1e-6, err_msg=name)
+                assert lane == 2 or np.isfinite(result[lane]).all()
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_quantize_rounds_to_a_uniform_grid(bits):
     values = jnp.asarray(np.random.default_rng(0).normal(size=1000), jnp.float32)
-    rounded = np.asarray(applied("quantize", values, float(bits)), np.float64)
+    rounded = np.asarray(apply("quantize", values, float(bits)), np.float64)
     unit = np.abs(values).max() / (2 ** (bits - 1) - 1)
     assert len(np.unique(rounded)) <= 2**bits - 1
     assert np.abs(rounded - np.asarray(values)).max() <= unit / 2 * (1 + 1e-5)
@@ -367,7 +371,7 @@ def test_every_default_is_in_range_and_is_not_neutral():
 
 
 @pytest.mark.parametrize(
-    ("window", "opened"),
+    ("window", "open_steps"),
     [
         (ja.window(3, 2), [3, 4]),
         (ja.window(0.5, "once"), [5]),
@@ -376,10 +380,10 @@ def test_every_default_is_in_range_and_is_not_neutral():
         (ja.window(2, 2, period=5), [2, 3, 7, 8]),
     ],
 )
-def test_windows_open_when_they_say(window, opened):
+def test_windows_are_open_at_the_right_steps(window, open_steps):
     scaled = ja.reward_scale(5.0, onset=window.onset, duration=window.duration, period=window.period)
     performance = ja.audit(REWARDED, [scaled], seeds=1, steps=10).telemetry["performance"].values[0, 1]
-    assert [int(t) for t in np.flatnonzero(performance == 5.0)] == opened
+    assert [int(t) for t in np.flatnonzero(performance == 5.0)] == open_steps
     assert ((performance == 1.0) | (performance == 5.0)).all()
 
 
@@ -390,7 +394,7 @@ def rewarded(x, key, taps):
 REWARDED = ja.Learner(lambda key: jnp.zeros(()), rewarded)
 
 
-def test_a_sweep_is_a_condition_for_each_value_and_a_chain_is_all_combinations():
+def test_sweeps_and_chains_expand_to_all_combinations():
     spike = ja.lr_spike(ja.sweep(3.0, 10.0))
     assert [c.magnitude for c in conditions([spike], 100)] == [3.0, 10.0]
     chained = conditions([ja.chain(spike, ja.weight_noise(ja.sweep(0.1, 0.2)))], 100)
@@ -402,7 +406,7 @@ def test_a_sweep_is_a_condition_for_each_value_and_a_chain_is_all_combinations()
     assert chained[0].dimension == "mixed"
 
 
-def test_targets_match_runs_of_path_components():
+def test_targets_match_consecutive_path_components():
     assert matches("critic", "critic/Dense_0/kernel")
     assert matches("Dense_*/kernel", "critic/Dense_0/kernel")
     assert not matches("kernel/critic", "critic/Dense_0/kernel")
@@ -419,14 +423,16 @@ def test_a_target_limits_a_perturbation_to_part_of_the_tree():
 
     noise = [ja.weight_noise(1.0, onset=2, target="critic"), ja.weight_noise(1.0, onset=2)]
     data = ja.audit(ja.Learner(init, step), noise, seeds=2, steps=5).telemetry
-    aimed, everywhere = data.isel(condition=1), data.isel(condition=2)
-    assert (aimed["performance"] == 3).all()
-    assert (aimed["critic"][:, 2:] != 3).all()
-    assert (everywhere["critic"][:, 2:].values == aimed["critic"][:, 2:].values).all(), "the same draw"
+    targeted, everywhere = data.isel(condition=1), data.isel(condition=2)
+    assert (targeted["performance"] == 3).all()
+    assert (targeted["critic"][:, 2:] != 3).all()
+    assert (everywhere["critic"][:, 2:].values == targeted["critic"][:, 2:].values).all(), (
+        "the target does not change the random numbers"
+    )
     assert (everywhere["performance"][:, 2:] != 3).all()
 
 
-def test_the_randomness_of_taps_differs_between_calls_loops_kinds_steps_and_seeds():
+def test_taps_have_different_randomness_at_every_call_step_and_seed():
     def step(x, key, taps):
         first, second = taps("reward", x), taps("reward", x)
         looped, _ = (
@@ -435,9 +441,9 @@ def test_the_randomness_of_taps_differs_between_calls_loops_kinds_steps_and_seed
             ),
             None,
         )
-        _, once = taps.scan(lambda taps, c, _: (c, taps("reward", x)), x, length=3)
-        _, again = taps.scan(lambda taps, c, _: (c, taps("reward", x)), x, length=3)
-        draws = jnp.stack([first, second, *looped[1], *once, *again])
+        _, first_loop = taps.scan(lambda taps, c, _: (c, taps("reward", x)), x, length=3)
+        _, second_loop = taps.scan(lambda taps, c, _: (c, taps("reward", x)), x, length=3)
+        draws = jnp.stack([first, second, *looped[1], *first_loop, *second_loop])
         return x, {"performance": x, "draws": draws}
 
     learner = ja.Learner(lambda key: jnp.float32(0.0), step)
@@ -447,7 +453,7 @@ def test_the_randomness_of_taps_differs_between_calls_loops_kinds_steps_and_seed
     assert np.unique(np.concatenate([data[:, 1].ravel(), data[:, 2].ravel()])).size == 2 * data[:, 1].size
 
 
-def test_a_learners_sites_are_found_without_running_it():
+def test_find_sites_lists_sites_paths_and_context():
     def step(x, key, taps):
         taps("params", {"w": x}, label="critic", reinitialise=None)
         return x, {"performance": taps("my_site", x).sum()}
@@ -457,7 +463,7 @@ def test_a_learners_sites_are_found_without_running_it():
     assert sites.context["params"] == {"reinitialise"}
 
 
-def test_taps_outside_an_audit_change_nothing():
+def test_taps_outside_an_audit_return_the_value_itself():
     value = {"w": jnp.arange(3.0)}
     assert Taps()("gradient", value) is value
 
@@ -466,23 +472,23 @@ TOKENS = jnp.arange(200 * 65).reshape(200, 65) % 90
 
 
 @pytest.mark.parametrize("share", [0.05, 0.4])
-def test_token_corruption_masks_the_stated_share_anywhere(share):
-    masked = np.asarray(applied("token_corruption", TOKENS, share, mask=99) == 99)
+def test_token_corruption_masks_the_given_share_uniformly(share):
+    masked = np.asarray(apply("token_corruption", TOKENS, share, mask=99) == 99)
     assert stats.binomtest(int(masked.sum()), masked.size, share).pvalue > 1e-3
     for axis in (0, 1):
         counts = masked.sum(axis)
         expected = share * masked.shape[axis]
         assert stats.chisquare(counts, np.full(counts.shape, counts.mean())).pvalue > 1e-3, expected
-    untouched = applied("token_corruption", TOKENS, share, mask=99)[~masked]
+    untouched = apply("token_corruption", TOKENS, share, mask=99)[~masked]
     np.testing.assert_array_equal(untouched, TOKENS[~masked])
 
 
-def test_token_replacement_draws_from_the_whole_vocabulary():
-    replaced = np.asarray(applied("token_replacement", TOKENS, 1.0, vocabulary=90))
+def test_token_replacement_samples_the_vocabulary_uniformly():
+    replaced = np.asarray(apply("token_replacement", TOKENS, 1.0, vocabulary=90))
     assert replaced.dtype == TOKENS.dtype
     assert stats.chisquare(np.bincount(replaced.ravel(), minlength=90)).pvalue > 1e-3
-    some = np.asarray(applied("token_replacement", TOKENS, 0.1, vocabulary=90) != TOKENS)
-    assert stats.binomtest(int(some.sum()), some.size, 0.1 * 89 / 90).pvalue > 1e-3
+    differs = np.asarray(apply("token_replacement", TOKENS, 0.1, vocabulary=90) != TOKENS)
+    assert stats.binomtest(int(differs.sum()), differs.size, 0.1 * 89 / 90).pvalue > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -492,51 +498,53 @@ def test_token_replacement_draws_from_the_whole_vocabulary():
         ("distribution_drift", {"elapsed": 0.5}, 0.15),
     ],
 )
-def test_a_share_of_the_sequences_is_of_the_second_corpus(name, context, share):
+def test_a_share_of_sequences_comes_from_the_second_corpus(name, context, share):
 
-    def second_corpus(key):  # tells its key
+    def second_corpus(key):  # the tokens encode the key
         return jnp.full(TOKENS.shape, 100) + jax.random.key_data(key)[-1].astype(jnp.int32) % 2**30
 
-    mixed = many(name, TOKENS, 20, 0.3, second_corpus=second_corpus, **context)
-    whole = mixed >= 100
-    assert (whole.all(2) == whole.any(2)).all()
-    assert stats.binomtest(int(whole.all(2).sum()), 20 * len(TOKENS), share).pvalue > 1e-3
-    assert np.unique(mixed[whole]).size == 20
+    mixed = apply_many(name, TOKENS, 20, 0.3, second_corpus=second_corpus, **context)
+    from_second = mixed >= 100
+    assert (from_second.all(2) == from_second.any(2)).all()
+    assert stats.binomtest(int(from_second.all(2).sum()), 20 * len(TOKENS), share).pvalue > 1e-3
+    assert np.unique(mixed[from_second]).size == 20
 
 
-def test_label_smoothing_is_told_to_the_objective():
-    assert applied("label_smoothing", jnp.zeros(()), 0.2) == jnp.float32(0.2)
+def test_label_smoothing_replaces_the_value():
+    assert apply("label_smoothing", jnp.zeros(()), 0.2) == jnp.float32(0.2)
 
 
 @pytest.mark.parametrize(
     ("bits", "dtype"), [(7, jnp.bfloat16), (10, jnp.float16), (3, jnp.float8_e4m3fn), (2, jnp.float8_e5m2)]
 )
-def test_quantize_float_rounds_as_the_formats_do(bits, dtype):
+def test_quantize_float_rounds_as_the_dtypes_with_these_bits(bits, dtype):
     value = {"w": jnp.asarray(np.random.default_rng(0).uniform(0.1, 2.0, 5000) * np.tile([1, -1], 2500), jnp.float32)}
-    rounded = applied("quantize_float", value, float(bits))["w"]
+    rounded = apply("quantize_float", value, float(bits))["w"]
     np.testing.assert_array_equal(rounded, value["w"].astype(dtype).astype(jnp.float32))
-    zeros = applied("quantize_float", {"w": jnp.zeros(3)}, float(bits))["w"]
+    zeros = apply("quantize_float", {"w": jnp.zeros(3)}, float(bits))["w"]
     np.testing.assert_array_equal(zeros, 0.0)
 
 
-FILES = (data, dialogues, interventions, dialogues, optimization, optimization, dialogues, signal)
+MODULES = (data, dialogues, interventions, dialogues, optimization, optimization, dialogues, signal)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("module", FILES, ids=lambda module: module.__name__.rpartition(".")[2])
-def test_what_docstrings_show_is_so(module):
-    found = doctest.testmod(module)
-    assert found.attempted > 0
-    assert found.failed == 0
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_doctests_pass(module):
+    doctests = doctest.testmod(module)
+    assert doctests.attempted > 0
+    assert doctests.failed == 0
 
 
-def test_every_kind_shows_what_it_does():
-    for known in (registry.perturbations, registry.interventions):
-        for name in known:
-            assert f">>> {name}(" in known[name].__doc__ or f"{name}(" in known[name].__doc__.partition(">>>")[2], name
+def test_every_kind_has_a_doctest():
+    for registered in (registry.perturbations, registry.interventions):
+        for name in registered:
+            assert (
+                f">>> {name}(" in registered[name].__doc__ or f"{name}(" in registered[name].__doc__.partition(">>>")[2]
+            ), name
 
 
-def test_a_kind_of_ones_own_takes_few_lines():
+def test_a_custom_kind_has_its_defaults_and_docstring():
     @ja.perturbation("signal", "gradient", magnitude=0.5, neutral=0.0, duration=10)
     def gradient_bias(key, value, magnitude):
         """Adds a constant to every entry of the gradient."""
@@ -550,22 +558,22 @@ def test_a_kind_of_ones_own_takes_few_lines():
         del registry.perturbations._entries["gradient_bias"]
 
 
-@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("jointly", [True, False])
 @pytest.mark.parametrize("name", ["weight_noise", "gradient_sign_flip", "gradient_mask"])
-def test_leaves_of_a_tree_are_disturbed_independently(monkeypatch, name, at_once):
-    """Of a small tree, whose randomness is drawn at once, and of a large one; of leaves that are alike, too."""
-    monkeypatch.setattr(transforms, "JOINT_DRAW_LIMIT", 2**20 if at_once else 1)
+def test_leaves_of_a_tree_are_disturbed_independently(monkeypatch, name, jointly):
+    """Random numbers of a small tree are drawn jointly, of a large one by leaf; equal leaves get different ones."""
+    monkeypatch.setattr(transforms, "JOINT_DRAW_LIMIT", 2**20 if jointly else 1)
     tree = {"a": jnp.ones((40, 50)), "b": jnp.ones((40, 50)), "c": jnp.ones(3), "d": jnp.float32(1.0)}
     changed = registry.perturbations[name](0.5).apply(tree, jax.random.key(3))
     assert jax.tree.map(jnp.shape, changed) == jax.tree.map(jnp.shape, tree)
-    one, other = (np.ravel(changed[leaf]) for leaf in "ab")
-    assert abs(stats.pearsonr(one, other).statistic) < 5 / np.sqrt(one.size)
-    for leaf in (one, other):
+    leaf_a, leaf_b = (np.ravel(changed[leaf]) for leaf in "ab")
+    assert abs(stats.pearsonr(leaf_a, leaf_b).statistic) < 5 / np.sqrt(leaf_a.size)
+    for leaf in (leaf_a, leaf_b):
         if name == "weight_noise":
             assert stats.kstest(leaf, stats.norm(1, 0.5).cdf).pvalue > 1e-4
         else:
             assert stats.binomtest(int((leaf != 1).sum()), leaf.size, 0.5).pvalue > 1e-4
 
 
-def test_a_kind_begins_at_30_percent_unless_told_otherwise():
+def test_the_default_window_begins_at_30_percent():
     assert ja.lr_spike.when == ja.window(0.3, 10)

@@ -1,4 +1,4 @@
-"""Performance is what the policy is worth: a disturbance of acting moves it only through what the learner learns."""
+"""Tests that a disturbance of acting changes the channel `performance` only through what the learner learns from it."""
 
 import jax
 import jax.numpy as jnp
@@ -38,39 +38,41 @@ LEARNERS = {
         buffer_size=400,
     ),
 }
-FEW = {
+DEFAULT_KINDS = {
     "ppo": {"observation_noise", "observation_delayed", "action_noise", "dynamics_shift", "gradient_sign_flip"},
     "sac": {"observation_noise", "dynamics_shift"},
 }
-WRITES = {"params", "optimizer_state", "state", "learning_rate"}
-"""Sites of what a learner is; at the last one a perturbation would set it learning again."""
+LEARNER_SITES = {"params", "optimizer_state", "state", "learning_rate"}
+"""Sites of what is learned, and of the rate: a perturbation at the latter would let a frozen learner learn again."""
 
 
 STRONG = {"action_stuck": 1.0, "observation_stuck": 0.7}
-"""Magnitudes at which the one actuator, or some of the four observations, are sure to be stuck."""
+"""Magnitudes at which the single actuator, or some of the four observations, are sure to be stuck."""
 
 
-def frozen(learner, kinds, **window):
-    """An audit of a learner whose rate is zero from the onset on, undisturbed first and then by every kind."""
+def audit_frozen(learner, kinds, **window):
+    """Audits a learner whose rate is zero from the onset on: a control, a frozen lane, and a lane for each kind."""
 
-    def still(*parts):
+    def freeze(*parts):
         return ja.chain(*parts, ja.lr_spike(0.0, onset=ONSET, duration="end"))
 
-    strong = [still(registry.perturbations[name](STRONG.get(name), onset=ONSET, **window)) for name in kinds]
-    return ja.audit(learner, [still(), *strong], seeds=2, steps=STEPS, settings=WINDOWS)
+    disturbed_lanes = [freeze(registry.perturbations[name](STRONG.get(name), onset=ONSET, **window)) for name in kinds]
+    return ja.audit(learner, [freeze(), *disturbed_lanes], seeds=2, steps=STEPS, settings=WINDOWS)
 
 
-def kinds_of(learner):
+def fitting_kinds(learner):
     sites = find_sites(learner, STEPS)
     kinds = {name: registry.perturbations[name] for name in registry.perturbations}
     return {name: kind.site for name, kind in kinds.items() if site_misfit(kind(), sites) is None}
 
 
-def assert_innocent(result, kinds):
-    """The policy is what it was, so its performance is; and that of its acting is felt where acting is disturbed."""
+def assert_performance_unchanged(result, kinds):
+    """Asserts that performance equals the frozen lane's, and that only acting sites change acting performance."""
     performance = result.telemetry["performance"].values
     for position, (name, site) in enumerate(kinds.items(), 2):
-        assert np.nanmax(result.telemetry["update_norm"].values[:, position, ONSET:]) == 0, f"{name} unfroze it"
+        assert np.nanmax(result.telemetry["update_norm"].values[:, position, ONSET:]) == 0, (
+            f"the lane of {name} has learned"
+        )
         np.testing.assert_array_equal(performance[:, position], performance[:, 1], err_msg=name)
         acting = result.telemetry["acting_performance"].values[:, position]
         assert np.array_equal(acting, performance[:, position], equal_nan=True) == (site not in ACTING_SITES), name
@@ -80,22 +82,22 @@ def assert_innocent(result, kinds):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["ppo", "sac"])
-def test_a_learner_that_cannot_learn_keeps_its_performance_however_it_is_disturbed(name):
+def test_a_frozen_learner_keeps_its_performance_under_disturbed_acting(name):
     learner = LEARNERS[name]()
-    kinds = {k: site for k, site in kinds_of(learner).items() if k in FEW[name]}
-    assert_innocent(frozen(learner, kinds, duration="end"), kinds)
+    kinds = {k: site for k, site in fitting_kinds(learner).items() if k in DEFAULT_KINDS[name]}
+    assert_performance_unchanged(audit_frozen(learner, kinds, duration="end"), kinds)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LEARNERS)
-def test_a_learner_that_cannot_learn_keeps_its_performance_under_everything(name):
+def test_a_frozen_learner_keeps_its_performance_under_every_kind(name):
     learner = LEARNERS[name]()
-    kinds = {k: site for k, site in kinds_of(learner).items() if site not in WRITES}
-    assert_innocent(frozen(learner, kinds, duration="end"), kinds)
+    kinds = {k: site for k, site in fitting_kinds(learner).items() if site not in LEARNER_SITES}
+    assert_performance_unchanged(audit_frozen(learner, kinds, duration="end"), kinds)
 
 
 class Copycat(Env):
-    """The reward is 1 less the squared distance of the action from the observation; an episode never ends itself."""
+    """The reward is 1 minus the squared distance of action and observation; only the time limit ends episodes."""
 
     cheap_reset = True
     observation_size, action_size, backend = 1, 1, "none"
@@ -109,8 +111,8 @@ class Copycat(Env):
         return state.replace(obs=jax.random.normal(rng, (1,)), reward=reward, info={"rng": rng})
 
 
-LIMIT, TURNS = 10, 4
-EPISODES = Episodes(Copycat(), 3, LIMIT)
+TIME_LIMIT, TURNS = 10, 4
+EPISODES = Episodes(Copycat(), 3, TIME_LIMIT)
 UNDISTURBED = Undisturbed(EPISODES, TURNS)
 
 
@@ -120,11 +122,11 @@ def copycat_init(key):
 
 
 def copycat_step(state, key, taps):
-    """The policy is to do as it sees, and it learns nothing: what it is worth is the time limit."""
+    """The policy copies the observation and learns nothing, so that its return is the time limit."""
 
     def turn(taps, episodes, index):
-        after, seen = EPISODES.step(episodes, jax.random.fold_in(key, index), episodes.observation, taps)
-        return after, seen.terminated | seen.truncated
+        after, transition = EPISODES.step(episodes, jax.random.fold_in(key, index), episodes.observation, taps)
+        return after, transition.terminated | transition.truncated
 
     begin, copies = state
     copies = UNDISTURBED.begin(copies, begin, taps)
@@ -140,8 +142,8 @@ def copycat_step(state, key, taps):
 
 
 @pytest.fixture(scope="module")
-def disturbed():
-    wild = [
+def disturbed_result():
+    perturbations = [
         ja.observation_noise(1.0, onset=ONSET, duration=CLOSE - ONSET),
         ja.action_noise(3.0, onset=ONSET, duration=1, period=2),
         ja.reward_noise(5.0, onset=ONSET, duration="end"),
@@ -149,65 +151,65 @@ def disturbed():
         ja.observation_delayed(1, onset=ONSET, duration=1),
     ]
     learner = ja.Learner(copycat_init, copycat_step)
-    return ja.audit(learner, wild, seeds=2, steps=STEPS, settings=WINDOWS)
+    return ja.audit(learner, perturbations, seeds=2, steps=STEPS, settings=WINDOWS)
 
 
-def lanes_of(result, position):
+def performance_and_acting(result, position):
     return (result.telemetry[name].values[:, position] for name in ("performance", "acting_performance"))
 
 
 @pytest.mark.exhaustive
-def test_the_performance_of_a_policy_that_stays_is_its_worth(disturbed):
-    clean = disturbed.telemetry["performance"].values[:, :, 2 * -(-LIMIT // TURNS) :]
-    np.testing.assert_array_equal(clean, LIMIT)
+def test_the_performance_of_a_constant_policy_is_its_return(disturbed_result):
+    clean = disturbed_result.telemetry["performance"].values[:, :, 2 * -(-TIME_LIMIT // TURNS) :]
+    np.testing.assert_array_equal(clean, TIME_LIMIT)
 
 
-def test_acting_is_worse_while_it_is_disturbed_and_until_no_return_is_of_then(disturbed):
-    _, acting = lanes_of(disturbed, 1)
-    longest = -(-LIMIT // TURNS)
-    assert (acting[:, ONSET + longest : CLOSE] < LIMIT - 5).all()
-    np.testing.assert_array_equal(acting[:, CLOSE + longest :], LIMIT)
-    awaited = disturbed.telemetry["awaited"].values[:, 1]
+def test_acting_is_worse_until_all_disturbed_episodes_have_ended(disturbed_result):
+    _, acting = performance_and_acting(disturbed_result, 1)
+    longest = -(-TIME_LIMIT // TURNS)
+    assert (acting[:, ONSET + longest : CLOSE] < TIME_LIMIT - 5).all()
+    np.testing.assert_array_equal(acting[:, CLOSE + longest :], TIME_LIMIT)
+    awaited = disturbed_result.telemetry["awaited"].values[:, 1]
     np.testing.assert_array_equal(awaited[:, ONSET:CLOSE], EPISODES.num_envs)
     assert (np.diff(awaited[:, CLOSE - 1 : CLOSE + longest]) <= 0).all()
     assert not awaited[:, :ONSET].any()
     assert not awaited[:, CLOSE + longest - 1 :].any()
 
 
-def test_a_window_that_opens_again_and_again_keeps_the_copies(disturbed):
-    _, acting = lanes_of(disturbed, 2)
-    assert (acting[:, ONSET + LIMIT :] < LIMIT - 5).all()
-    assert disturbed.telemetry["awaited"].values[:, 2, ONSET:].all()
+def test_a_periodic_window_keeps_the_undisturbed_copies(disturbed_result):
+    _, acting = performance_and_acting(disturbed_result, 2)
+    assert (acting[:, ONSET + TIME_LIMIT :] < TIME_LIMIT - 5).all()
+    assert disturbed_result.telemetry["awaited"].values[:, 2, ONSET:].all()
 
 
-def test_a_window_of_one_step_is_waited_out(disturbed):
-    _, acting = lanes_of(disturbed, 5)
-    assert (acting[:, ONSET : ONSET + 3] < LIMIT).any()
-    np.testing.assert_array_equal(acting[:, ONSET + 1 + -(-LIMIT // TURNS) :], LIMIT)
+def test_copies_are_kept_until_episodes_disturbed_in_one_step_end(disturbed_result):
+    _, acting = performance_and_acting(disturbed_result, 5)
+    assert (acting[:, ONSET : ONSET + 3] < TIME_LIMIT).any()
+    np.testing.assert_array_equal(acting[:, ONSET + 1 + -(-TIME_LIMIT // TURNS) :], TIME_LIMIT)
 
 
-def test_lanes_whose_acting_is_not_disturbed_have_one_performance(disturbed):
+def test_both_performances_are_equal_without_a_disturbance_of_acting(disturbed_result):
     for position in (0, 3, 4):
-        clean, acting = lanes_of(disturbed, position)
+        clean, acting = performance_and_acting(disturbed_result, position)
         np.testing.assert_array_equal(clean, acting)
-    assert not disturbed.telemetry["awaited"].values[:, [0, 3, 4]].any()
+    assert not disturbed_result.telemetry["awaited"].values[:, [0, 3, 4]].any()
 
 
-def test_the_collapse_of_acting_is_told_apart(disturbed):
-    lanes = disturbed.lanes.isel(condition=1)
+def test_a_collapse_of_acting_is_no_collapse_of_performance(disturbed_result):
+    lanes = disturbed_result.lanes.isel(condition=1)
     assert np.isfinite(lanes["acting_collapse_time"]).all()
     assert not np.isfinite(lanes["collapse_time"]).any()
 
 
-def test_a_learner_measures_through_closed_taps():
+def test_closed_taps_return_undisturbed_values():
     def step(state, key, taps):
-        seen = taps("observation", jnp.ones(3))
+        observation = taps("observation", jnp.ones(3))
         return state, {
             "performance": jnp.sum(taps.closed("observation", jnp.ones(3))),
-            "acting_performance": jnp.sum(seen),
+            "acting_performance": jnp.sum(observation),
         }
 
     noise = ja.observation_noise(1.0, onset=2, duration="end")
-    told = ja.audit(ja.Learner(lambda key: jnp.zeros(()), step), [noise], seeds=2, steps=6).telemetry
-    assert (told["performance"] == 3).all()
-    assert (told["acting_performance"].values[:, 1, 2:] != 3).all()
+    telemetry = ja.audit(ja.Learner(lambda key: jnp.zeros(()), step), [noise], seeds=2, steps=6).telemetry
+    assert (telemetry["performance"] == 3).all()
+    assert (telemetry["acting_performance"].values[:, 1, 2:] != 3).all()

@@ -1,9 +1,11 @@
-"""A dialogue learner's performance is what its policy is worth on held-out rows: what disturbs the rows it collects, or
-what it makes of them, moves the performance only through what is learned."""
+"""Tests that a dialogue learner's performance on held-out rows is not changed by disturbances of the rows it collects.
+
+Disturbances of sampling, rewards and losses change it only through what is learned.
+"""
 
 import numpy as np
 import pytest
-from test_undisturbed import WRITES
+from test_undisturbed import LEARNER_SITES
 
 import jaxaudit as ja
 from jaxaudit.core.grid import site_misfit
@@ -14,12 +16,12 @@ from jaxaudit.runtime import registry
 
 pytestmark = pytest.mark.long
 
-START, STEPS = 2, 8
+ONSET, STEPS = 2, 8
 COLLECTED = {"tool_result", "difficulty", "prompt", "behaviour", "sampled_logits", "temperature"}
-"""Sites at which a disturbance changes the rows that are collected."""
-UNFELT = {"stale_policy", "sync_interval"}
-"""They sample by an earlier policy, and one that cannot learn was always what it is."""
-STRONG = {
+"""Sites at which a disturbance changes the collected rows."""
+WITHOUT_EFFECT = {"stale_policy", "sync_interval"}
+"""Kinds that sample by an earlier policy, which equals the current one if the learner does not learn."""
+MAGNITUDES = {
     "tool_error": 1.0,
     "tool_corruption": 1.0,
     "tool_timeout": 1.0,
@@ -29,7 +31,7 @@ STRONG = {
     "sampler_quantize": 2.0,
     "temperature_spike": 3.0,
 }
-"""Magnitudes that the success of a few dozen rows tells."""
+"""Magnitudes whose effect shows in a few dozen rows."""
 
 
 @pytest.fixture(autouse=True)
@@ -38,40 +40,42 @@ def tiny(monkeypatch):
 
 
 def learner(preset, **settings):
-    """It corrects by the sampler's log-probabilities, so that they are read."""
-    few = {"size": "tiny", "prompts": 4, "group_size": 4, "epochs": 1, "minibatches": 1, "performance_rows": 16}
-    begin = {"warm_start": 150, "warm_start_rows": 16, "warm_start_learning_rate": 1e-2}
+    """Returns a learner with a correction by the sampler's log-probabilities, so that it uses them."""
+    small = {"size": "tiny", "prompts": 4, "group_size": 4, "epochs": 1, "minibatches": 1, "performance_rows": 16}
+    warm_start = {"warm_start": 150, "warm_start_rows": 16, "warm_start_learning_rate": 1e-2}
     dialogue = Hop(difficulty=1.0, entities=3, hops=2, length=13)
-    return getattr(ja.learners, preset)(dialogue, correction="tis", telemetry="basic", **few | begin | settings)
+    return getattr(ja.learners, preset)(dialogue, correction="tis", telemetry="basic", **small | warm_start | settings)
 
 
-def innocent_kinds(one):
-    """All that fit a learner and write nothing of what it trains, by name, with their sites."""
-    sites = find_sites(one, STEPS)
+def fitting_kinds(dialogue_learner):
+    """Returns the kinds that fit a learner and do not write its parameters, by name, with their sites."""
+    sites = find_sites(dialogue_learner, STEPS)
     kinds = {name: registry.perturbations[name] for name in registry.perturbations}
-    return {n: k.site for n, k in kinds.items() if k.site not in WRITES and site_misfit(k(), sites) is None}
+    return {n: k.site for n, k in kinds.items() if k.site not in LEARNER_SITES and site_misfit(k(), sites) is None}
 
 
-def assert_innocent(one, kinds):
-    """At rate zero the performance is the same number at every step under each; and that of what is collected is not
-    where rows are disturbed, and is where they are not."""
-    window = {"onset": START, "duration": "end"}
-    still = ja.lr_spike(0.0, **window)
-    chosen = [ja.chain(registry.perturbations[name](STRONG.get(name), **window), still) for name in kinds]
+def assert_performance_unchanged(dialogue_learner, kinds):
+    """Asserts that at rate zero the performance is constant under each kind, and that the acting performance differs
+    from the undisturbed one exactly where rows are disturbed."""
+    window = {"onset": ONSET, "duration": "end"}
+    freeze = ja.lr_spike(0.0, **window)
+    disturbed = [ja.chain(registry.perturbations[name](MAGNITUDES.get(name), **window), freeze) for name in kinds]
     settings = ja.metrics.MetricSettings(window=2, hold=2)
-    told = ja.audit(one, [still, *chosen], seeds=2, steps=STEPS, settings=settings, execution="map").telemetry
-    performance, acting = (told[name].values[..., START:] for name in ("performance", "acting_performance"))
-    assert (told["update_norm"].values[:, 1:, START:] == 0).all()
-    assert (told["update_norm"].values[:, 0] > 0).any()
-    assert ((performance[:, 1] > 0) & (performance[:, 1] < 1)).all(), "a policy to which something can happen"
+    telemetry = ja.audit(
+        dialogue_learner, [freeze, *disturbed], seeds=2, steps=STEPS, settings=settings, execution="map"
+    ).telemetry
+    performance, acting = (telemetry[name].values[..., ONSET:] for name in ("performance", "acting_performance"))
+    assert (telemetry["update_norm"].values[:, 1:, ONSET:] == 0).all()
+    assert (telemetry["update_norm"].values[:, 0] > 0).any()
+    assert ((performance[:, 1] > 0) & (performance[:, 1] < 1)).all(), "the policy can get better and worse"
     for position, (name, site) in enumerate(kinds.items(), 2):
-        wanted = np.broadcast_to(performance[:, 1, :1], performance[:, position].shape)
-        np.testing.assert_array_equal(performance[:, position], wanted, err_msg=name)
-        felt = site in COLLECTED and name not in UNFELT
-        assert np.array_equal(acting[:, position], acting[:, 1]) != felt, name
+        expected = np.broadcast_to(performance[:, 1, :1], performance[:, position].shape)
+        np.testing.assert_array_equal(performance[:, position], expected, err_msg=name)
+        acts = site in COLLECTED and name not in WITHOUT_EFFECT
+        assert np.array_equal(acting[:, position], acting[:, 1]) != acts, name
 
 
-FEW = (
+DEFAULT_KINDS = (
     "tool_error",
     "difficulty_shift",
     "prompt_corruption",
@@ -81,22 +85,22 @@ FEW = (
     "log_probability_noise",
     "verifier_flip",
 )
-"""One of each site of rows."""
+"""A kind for each site of rows."""
 
 
 @pytest.mark.exhaustive
-def test_a_policy_that_cannot_learn_keeps_its_performance_however_its_rows_are_disturbed():
-    kinds = {name: registry.perturbations[name].site for name in FEW}
+def test_a_frozen_policy_keeps_its_performance_under_disturbed_rows():
+    kinds = {name: registry.perturbations[name].site for name in DEFAULT_KINDS}
     assert set(kinds.values()) == COLLECTED | {"log_probability", "reward"}
-    assert_innocent(learner("grpo"), kinds)
+    assert_performance_unchanged(learner("grpo"), kinds)
 
 
 @pytest.mark.slow
-def test_a_policy_that_cannot_learn_keeps_its_performance_under_everything():
-    """With a value model, a learned reward, a divergence and an entropy bonus every site of dialogues is there."""
-    few = {"critic_warm_start": 1, "reward_model_warm_start": 1}
-    one = learner("ppo_lm", reward="learned", entropy_coefficient=0.01, **few)
-    kinds = innocent_kinds(one)
+def test_a_frozen_policy_keeps_its_performance_under_every_kind():
+    """A value model, a learned reward, a KL penalty and an entropy bonus give the learner every site of dialogues."""
+    warm_starts = {"critic_warm_start": 1, "reward_model_warm_start": 1}
+    ppo = learner("ppo_lm", reward="learned", entropy_coefficient=0.01, **warm_starts)
+    kinds = fitting_kinds(ppo)
     assert {"reference", "reward_model", "advantage", "gae_lambda", "gradient"} < set(kinds.values())
-    assert set(STRONG) | UNFELT < set(kinds)
-    assert_innocent(one, kinds)
+    assert set(MAGNITUDES) | WITHOUT_EFFECT < set(kinds)
+    assert_performance_unchanged(ppo, kinds)

@@ -1,4 +1,4 @@
-"""Environments of brax and MuJoCo Playground as tasks."""
+"""Tests environments of brax and MuJoCo Playground as tasks."""
 
 import importlib.util
 
@@ -29,7 +29,7 @@ PLAYGROUND = pytest.mark.skipif(
         pytest.param("playground:CheetahRun", "mjx", (17, 6), marks=[pytest.mark.slow, PLAYGROUND]),
     ],
 )
-def test_other_packages_environments_are_tasks(name, physics, sizes):
+def test_brax_and_playground_environments_are_tasks(name, physics, sizes):
     env = make(name, physics)
     assert (env.observation_size, env.action_size, env.max_episode_steps) == (*sizes, 1000)
     np.testing.assert_array_equal(env.action_high, np.ones(sizes[1]))
@@ -50,28 +50,28 @@ def test_other_packages_environments_are_tasks(name, physics, sizes):
     np.testing.assert_array_equal(steps.truncated[:, 0], np.arange(1, 10) % 4 == 0)
 
 
-def test_a_missing_package_is_named(monkeypatch):
+def test_the_message_names_a_missing_package(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"need the package 'playground': pip install 'jaxaudit\[playground\]'"):
         make("playground:CheetahRun")
 
 
-def specified(**task):
+def read_task_table(**task):
     return read_task(TomlTable({"task": task}, "spec.toml"))
 
 
-def test_a_spec_names_other_packages_environments():
+def test_a_spec_can_name_environments_of_other_packages():
     expected = BraxTask("ant", "spring")
     assert expected.name == "brax:ant"
-    assert specified(kind="brax", name="ant", physics="spring") == expected
-    assert specified(kind="brax", name="brax:ant", physics="spring") == expected
-    assert specified(kind="mujoco", name="Ant-v5") == Mujoco("Ant-v5", "auto")
-    for task, sentence in (
+    assert read_task_table(kind="brax", name="ant", physics="spring") == expected
+    assert read_task_table(kind="brax", name="brax:ant", physics="spring") == expected
+    assert read_task_table(kind="mujoco", name="Ant-v5") == Mujoco("Ant-v5", "auto")
+    for task, message in (
         ({"kind": "brax", "name": "ants"}, r"\[task\]: unknown brax task 'ants' \(did you mean 'ant'\?\)"),
         ({"kind": "brax", "name": "ant", "physics": "c"}, "unknown physics of a brax task 'c'; allowed: auto"),
         ({"kind": "mujoco", "name": "brax:ant"}, "unknown task 'brax:ant'; allowed: Ant-v5"),
         ({"kind": "mujoco", "name": "Ant-v5", "physics": "spring"}, "physics must be"),
         ({"kind": "bracks", "name": "ant"}, r"unknown kind of task 'bracks' \(did you mean 'brax'\?\)"),
     ):
-        with pytest.raises(UserError, match=sentence):
-            specified(**task)
+        with pytest.raises(UserError, match=message):
+            read_task_table(**task)

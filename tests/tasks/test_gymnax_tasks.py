@@ -1,4 +1,4 @@
-"""gymnax' environments as tasks: the adapter on one written here, and on all of the package's where it is installed."""
+"""Tests gymnax environments as tasks: the adapter on environments of this file, and on gymnax's if it is installed."""
 
 import importlib.util
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ PARAMS = SimpleNamespace(max_steps_in_episode=7)
 
 
 class Walk:
-    """Moves by its action and a coin, in a strip of 12 of which it shows an image; Python's numbers as gymnax has."""
+    """Moves by action plus coin toss on a strip of 12 positions, shown as an image; Python numbers as in gymnax."""
 
     def reset_env(self, key, params):
         state = {"at": 4, "hit": False}
@@ -40,7 +40,7 @@ class Walk:
 
 
 class Numbered(Walk):
-    """Shows the place's number, and takes an action of two real numbers."""
+    """Observes the position's number, and takes an action of two real numbers."""
 
     def image(self, state):
         return jnp.int32(state["at"])
@@ -57,11 +57,11 @@ class Numbered(Walk):
 
 
 def roll(env, actions, key=0, limit=100):
-    """Transitions of `[steps, N]` actions."""
+    """Returns the last state, and the transitions of actions `[steps, N]`."""
     episodes = Episodes(env, len(actions[0]), max_episode_steps=limit)
 
-    def step(state, chosen):
-        action, key = chosen
+    def step(state, inputs):
+        action, key = inputs
         return episodes.step(state, key, action, Taps())
 
     def run(key):
@@ -70,7 +70,7 @@ def roll(env, actions, key=0, limit=100):
     return jax.jit(run)(jax.random.key(key))
 
 
-def test_images_are_flat_and_choices_discrete():
+def test_images_are_flattened_and_integer_actions_discrete():
     env = GymnaxEnv(Walk(), PARAMS)
     assert (env.actions, env.action_size, env.observation_size, env.max_episode_steps) == (3, 1, 12, 7)
     _, steps = roll(env, np.ones((30, 64), np.int32))
@@ -82,13 +82,13 @@ def test_images_are_flat_and_choices_discrete():
     assert coins[~steps.terminated].mean() == pytest.approx(0.5, abs=0.05)
 
 
-def test_every_step_of_every_environment_tosses_a_coin_of_its_own():
+def test_randomness_differs_between_steps_and_environments():
     _, steps = roll(GymnaxEnv(Walk(), PARAMS), np.zeros((4, 64), np.int32))
     coins = np.asarray(steps.final_observation.argmax(-1) - steps.observation.argmax(-1), float)
     assert (np.abs(np.corrcoef(coins)[np.triu_indices(4, 1)]) < 0.4).all()
 
 
-def test_numbers_are_one_hot_and_continuous_actions_have_bounds():
+def test_integer_observations_are_one_hot_and_actions_have_bounds():
     env = GymnaxEnv(Numbered(), PARAMS)
     assert (env.actions, env.action_size, env.observation_size) == (None, 2, 12)
     np.testing.assert_array_equal(env.action_low, [-1.0, -1.0])
@@ -98,7 +98,7 @@ def test_numbers_are_one_hot_and_continuous_actions_have_bounds():
 
 
 @pytest.mark.parametrize(("env", "action"), [(Walk, -1), (Walk, 3), (Numbered, [np.nan, 0.0])])
-def test_an_impossible_action_is_nan_and_moves_nothing(env, action):
+def test_an_invalid_action_gives_nan_and_keeps_the_state(env, action):
     env = GymnaxEnv(env(), PARAMS)
     before = jax.jit(env.reset)(jax.random.key(0))
     after = jax.jit(env.step)(before, jnp.asarray(action))
@@ -108,7 +108,7 @@ def test_an_impossible_action_is_nan_and_moves_nothing(env, action):
     jax.tree.map(np.testing.assert_array_equal, after.pipeline_state.env, before.pipeline_state.env)
 
 
-def test_a_missing_package_is_named(monkeypatch):
+def test_the_message_names_a_missing_package(monkeypatch):
     monkeypatch.setattr(foreign.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"need the package 'gymnax': pip install 'jaxaudit\[gymnax\]'"):
         make("gymnax:Breakout-MinAtar")
@@ -142,7 +142,7 @@ def test_gymnax_environments_are_tasks(name, sizes):
 
 
 @GYMNAX
-def test_no_other_environment_is_forgotten():
+def test_all_gymnax_environments_have_steps_that_keep_shapes():
     for name in foreign.GymnaxTask.names():
         env = make(f"gymnax:{name}")
         key = jax.random.key(0)
@@ -153,16 +153,20 @@ def test_no_other_environment_is_forgotten():
 
 
 @GYMNAX
-def test_our_cartpole_is_gymnaxs():
-    theirs, ours = make("gymnax:CartPole-v1"), CartPole()
+def test_cartpole_equals_gymnaxs():
+    gymnax_env, cartpole = make("gymnax:CartPole-v1"), CartPole()
     rng = np.random.default_rng(1)
     physics = jnp.asarray(rng.uniform(-1, 1, (1000, 4)) * [2.4, 2, 0.2, 2], jnp.float32)
     actions = jnp.asarray(rng.integers(0, 2, 1000))
     keys = jax.random.split(jax.random.key(0), 1000)
-    mine = jax.vmap(ours.reset)(keys).replace(pipeline_state=physics)
-    other = jax.vmap(theirs.reset)(keys)
-    inner = other.pipeline_state.env.replace(**dict(zip(("x", "x_dot", "theta", "theta_dot"), physics.T, strict=True)))
-    other = other.replace(pipeline_state=other.pipeline_state.replace(env=inner))
-    mine, other = (jax.jit(jax.vmap(env.step))(state, actions) for env, state in ((ours, mine), (theirs, other)))
-    np.testing.assert_allclose(mine.obs, other.obs, atol=1e-6)
-    np.testing.assert_array_equal(mine.done, other.done)
+    result = jax.vmap(cartpole.reset)(keys).replace(pipeline_state=physics)
+    expected = jax.vmap(gymnax_env.reset)(keys)
+    inner = expected.pipeline_state.env.replace(
+        **dict(zip(("x", "x_dot", "theta", "theta_dot"), physics.T, strict=True))
+    )
+    expected = expected.replace(pipeline_state=expected.pipeline_state.replace(env=inner))
+    result, expected = (
+        jax.jit(jax.vmap(env.step))(state, actions) for env, state in ((cartpole, result), (gymnax_env, expected))
+    )
+    np.testing.assert_allclose(result.obs, expected.obs, atol=1e-6)
+    np.testing.assert_array_equal(result.done, expected.done)

@@ -1,6 +1,7 @@
-"""Which engine simulates a run's task: settled where the run is planned, stored with it, and kept by all that goes on.
+"""Tests which engine simulates a run's task: it is chosen when the run is planned, stored, and kept by later commands.
 
-The learner here simulates nothing, so that any engine can be stored for it, and GPUs are JAX's word for its devices.
+The learner does not simulate anything, so that any engine can be stored for it; GPUs are only reported by a patched
+JAX.
 """
 
 import shutil
@@ -29,29 +30,29 @@ from jaxaudit.text import Text
 
 pytestmark = pytest.mark.exhaustive
 
-NAMED = 'name = "InvertedPendulum-v5"'
+NAME_LINE = 'name = "InvertedPendulum-v5"'
 
 
 def spec_of(physics):
-    return FEW.replace(NAMED, f'{NAMED}\nphysics = "{physics}"')
+    return FEW.replace(NAME_LINE, f'{NAME_LINE}\nphysics = "{physics}"')
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished") / "run"
     durable.run(parse(FEW), folder)
     return folder
 
 
 @pytest.fixture
-def copied(finished, tmp_path):
-    shutil.copytree(finished, tmp_path / "run")
+def copied_run(finished_run, tmp_path):
+    shutil.copytree(finished_run, tmp_path / "run")
     return tmp_path / "run"
 
 
 @pytest.fixture
-def begun(tmp_path, monkeypatch):
-    """A run of which nothing is trained yet."""
+def untrained_run(tmp_path, monkeypatch):
+    """Creates a run of which nothing is trained yet, and returns its folder."""
     with monkeypatch.context() as patch:
         patch.setattr(durable, "_execute", lambda *arguments: None)
         durable.run(parse(FEW), tmp_path / "begun")
@@ -59,45 +60,51 @@ def begun(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def on_a_gpu(monkeypatch):
+def gpu_backend(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
 
 @pytest.fixture
-def trained_on(monkeypatch):
-    """The tasks that learners are made for."""
+def recorded_tasks(monkeypatch):
+    """Returns a list to which the task of every learner is appended."""
     tasks = []
 
-    def noting(task, **settings):
+    def recording_learner(task, **settings):
         tasks.append(task)
         return quadratic(task, **settings)
 
-    noting.settings = quadratic.settings
-    monkeypatch.setitem(registry.learners._entries, "quadratic", noting)
+    recording_learner.settings = quadratic.settings
+    monkeypatch.setitem(registry.learners._entries, "quadratic", recording_learner)
     return tasks
 
 
-def physics(folder):
+def stored_physics(folder):
     return load(folder / "spec.toml").task.physics
 
 
-def stored_as(folder, physics, device="cpu"):
-    """Makes a run one that stored these physics and was begun on such a device."""
+def rewrite_stored_physics(folder, physics, device="cpu"):
+    """Rewrites a run as if it had stored these physics and begun on a device of this kind."""
     path = folder / "spec.toml"
     path.write_text(path.read_text().replace('physics = "c"', f'physics = "{physics}"'))
     Folder(folder).update_environment(device_kind=device)
 
 
-def test_auto_is_what_the_devices_have():
+def test_auto_physics_is_resolved_by_platform():
     for task in (Mujoco("Ant-v5"), Registered("Ant-v5")):
-        chosen = {platform: resolved(task, platform) for platform in ("cpu", "gpu", "tpu")}
-        assert {platform: one.physics for platform, one in chosen.items()} == {"cpu": "c", "gpu": "mjx", "tpu": "mjx"}
-        assert {type(one) for one in chosen.values()} == {type(task)}
+        task_on_platform = {platform: resolved(task, platform) for platform in ("cpu", "gpu", "tpu")}
+        assert {platform: resolved_task.physics for platform, resolved_task in task_on_platform.items()} == {
+            "cpu": "c",
+            "gpu": "mjx",
+            "tpu": "mjx",
+        }
+        assert {type(resolved_task) for resolved_task in task_on_platform.values()} == {type(task)}
     assert resolved(Mujoco("Ant-v5", "c"), "gpu").physics == "c"
     cartpole = Registered("CartPole-v1")
     assert resolved(cartpole, "gpu") is cartpole
     assert not isinstance(Text(), Simulated)
-    assert [recorded_platform(told) for told in ({"device_kind": "cpu"}, {"device_kind": "NVIDIA H200"}, {})] == [
+    assert [
+        recorded_platform(environment) for environment in ({"device_kind": "cpu"}, {"device_kind": "NVIDIA H200"}, {})
+    ] == [
         "cpu",
         "gpu",
         "",
@@ -105,117 +112,117 @@ def test_auto_is_what_the_devices_have():
 
 
 @pytest.mark.exhaustive
-def test_a_run_stores_the_engine_it_is_trained_with(finished, trained_on, tmp_path, monkeypatch):
-    assert physics(finished) == "c"
+def test_a_run_stores_the_engine_that_trains_it(finished_run, recorded_tasks, tmp_path, monkeypatch):
+    assert stored_physics(finished_run) == "c"
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     durable.run(parse(FEW), tmp_path / "run")
-    assert physics(tmp_path / "run") == "mjx"
-    assert {task.physics for task in trained_on} == {"mjx"}
+    assert stored_physics(tmp_path / "run") == "mjx"
+    assert {task.physics for task in recorded_tasks} == {"mjx"}
 
 
 @pytest.fixture
 def gpu_workers(monkeypatch):
-    """Workers that are this process, and have GPUs while they work."""
+    """Returns a backend whose workers run in this process, where JAX reports GPUs while they work."""
     backend = Calls()
 
-    def there(function):
-        def call(*arguments, **named):
+    def with_gpu(function):
+        def call(*arguments, **keywords):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(jax, "default_backend", lambda: "gpu")
-                return function(*arguments, **named)
+                return function(*arguments, **keywords)
 
         return call
 
     monkeypatch.setattr(durable, "open_backend", backend.opened)
-    monkeypatch.setattr(durable, "begin", there(durable.begin))
-    monkeypatch.setattr(workers, "train_batch", there(workers.train_batch))
+    monkeypatch.setattr(durable, "begin", with_gpu(durable.begin))
+    monkeypatch.setattr(workers, "train_batch", with_gpu(workers.train_batch))
     return backend
 
 
 @pytest.mark.exhaustive
-def test_workers_settle_it_and_not_who_hands_them_work(trained_on, gpu_workers, tmp_path):
+def test_workers_choose_the_engine_and_not_the_driver(recorded_tasks, gpu_workers, tmp_path):
     durable.run(parse(FEW), tmp_path / "run", gpu_workers)
     assert [call for call, _ in gpu_workers.made][:2] == ["jaxaudit.runs.lifecycle:begin", workers.TRAIN_BATCH]
     assert jax.default_backend() == "cpu"
-    assert physics(tmp_path / "run") == "mjx"
-    assert {task.physics for task in trained_on} == {"mjx"}
+    assert stored_physics(tmp_path / "run") == "mjx"
+    assert {task.physics for task in recorded_tasks} == {"mjx"}
 
 
-def test_workers_do_not_leave_it_for_what_they_have(begun, gpu_workers):
+def test_workers_with_another_default_engine_refuse_to_resume(untrained_run, gpu_workers):
     with pytest.raises(UserError, match="begun with physics 'c' and needs it, and here, where JAX runs on 'gpu'"):
-        durable.resume(begun, gpu_workers)
+        durable.resume(untrained_run, gpu_workers)
 
 
-def test_an_earlier_versions_auto_is_what_its_devices_had(copied, capsys):
-    stored_as(copied, "auto", "cpu")
-    assert open_run(copied)[1].task.physics == "c"
-    assert replay(copied).equal
-    stored_as(copied, "auto", "NVIDIA H200")
-    assert open_run(copied)[1].task.physics == "mjx"
-    told = replay(copied)
-    assert told.equal
-    assert told.differences == (("device_kind", "NVIDIA H200", "cpu"),)
-    assert physics(copied) == "auto", "what is stored stays"
+def test_a_stored_auto_is_resolved_by_the_recorded_device(copied_run, capsys):
+    rewrite_stored_physics(copied_run, "auto", "cpu")
+    assert open_run(copied_run)[1].task.physics == "c"
+    assert replay(copied_run).equal
+    rewrite_stored_physics(copied_run, "auto", "NVIDIA H200")
+    assert open_run(copied_run)[1].task.physics == "mjx"
+    comparison = replay(copied_run)
+    assert comparison.equal
+    assert comparison.differences == (("device_kind", "NVIDIA H200", "cpu"),)
+    assert stored_physics(copied_run) == "auto", "the stored spec does not change"
 
 
 @pytest.mark.parametrize("stored", ["c", "auto"])
 @pytest.mark.parametrize("command", ["resume", "fork", "replay", "margin"])
-def test_c_mujoco_is_not_left_for_mjx(stored, command, copied, here, on_a_gpu):
-    stored_as(copied, stored)
+def test_a_run_with_c_physics_is_refused_on_gpus(stored, command, copied_run, here, gpu_backend):
+    rewrite_stored_physics(copied_run, stored)
     if command == "resume":
-        Folder(copied).update_environment(status="interrupted")
-    before = contents(copied)
-    (copied.parent / "spec.toml").write_text(FEW)
-    given = [copied.parent / "spec.toml", "-o", copied.parent / "fork"] if command == "fork" else []
-    done = here(command, copied, *given)
+        Folder(copied_run).update_environment(status="interrupted")
+    before = contents(copied_run)
+    (copied_run.parent / "spec.toml").write_text(FEW)
+    arguments = [copied_run.parent / "spec.toml", "-o", copied_run.parent / "fork"] if command == "fork" else []
+    done = here(command, copied_run, *arguments)
     words = (
         "was begun with physics 'c' and needs it, and here, where JAX runs on 'gpu', physics would be 'mjx': ",
         "set JAX_PLATFORMS=cpu",
         "or run its spec again in another folder",
     )
     one_sentence(done, 2, *words)
-    assert contents(copied) == before
-    assert {path.name for path in copied.parent.iterdir()} == {"run", "spec.toml"}
+    assert contents(copied_run) == before
+    assert {path.name for path in copied_run.parent.iterdir()} == {"run", "spec.toml"}
 
 
 @pytest.mark.parametrize("stored", ["mjx", "auto"])
-def test_mjx_goes_on_where_there_is_no_gpu(stored, begun, trained_on):
-    """A GPU's run is gone on with and replayed in the engine that it has, and never in another one."""
-    stored_as(begun, stored, "NVIDIA H200")
-    trained_on.clear()
-    durable.resume(begun)
-    assert replay(begun).equal
-    assert {task.physics for task in trained_on} == {"mjx"}
+def test_a_run_with_mjx_resumes_and_replays_without_gpus(stored, untrained_run, recorded_tasks):
+    """A run that was begun on a GPU keeps its engine."""
+    rewrite_stored_physics(untrained_run, stored, "NVIDIA H200")
+    recorded_tasks.clear()
+    durable.resume(untrained_run)
+    assert replay(untrained_run).equal
+    assert {task.physics for task in recorded_tasks} == {"mjx"}
 
 
-def test_a_fork_has_the_engine_of_its_run(copied, tmp_path):
-    stored_as(copied, "mjx", "NVIDIA H200")
-    durable.fork(copied, parse(FEW), tmp_path / "fork")
-    assert physics(tmp_path / "fork") == "mjx"
+def test_a_fork_keeps_the_engine_of_its_run(copied_run, tmp_path):
+    rewrite_stored_physics(copied_run, "mjx", "NVIDIA H200")
+    durable.fork(copied_run, parse(FEW), tmp_path / "fork")
+    assert stored_physics(tmp_path / "fork") == "mjx"
     with pytest.raises(UserError, match=r"must keep the run's task \(physics 'mjx', not 'c'\)$"):
-        durable.fork(copied, parse(spec_of("c")), tmp_path / "other")
-    other = parse(spec_of("c").replace("seeds = 3", "seeds = 2"))
+        durable.fork(copied_run, parse(spec_of("c")), tmp_path / "other")
+    changed_spec = parse(spec_of("c").replace("seeds = 3", "seeds = 2"))
     with pytest.raises(UserError, match=r"must keep the run's task \(physics 'mjx', not 'c'\) and seeds$"):
-        durable.fork(copied, other, tmp_path / "other")
+        durable.fork(copied_run, changed_spec, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.exhaustive
-def test_an_earlier_versions_run_is_forked_with_the_engine_it_had(copied, tmp_path):
-    stored_as(copied, "auto")
-    durable.fork(copied, parse(spec_of("c")), tmp_path / "fork")
-    assert physics(tmp_path / "fork") == "c"
+def test_a_run_with_stored_auto_is_forked_with_its_engine(copied_run, tmp_path):
+    rewrite_stored_physics(copied_run, "auto")
+    durable.fork(copied_run, parse(spec_of("c")), tmp_path / "fork")
+    assert stored_physics(tmp_path / "fork") == "c"
 
 
-def test_a_plan_is_taken_with_its_engine(copied, tmp_path):
-    stored_as(copied, "mjx", "NVIDIA H200")
-    durable.run(parse(FEW), tmp_path / "again", like=copied)
-    assert physics(tmp_path / "again") == "mjx"
+def test_a_run_like_another_keeps_its_engine(copied_run, tmp_path):
+    rewrite_stored_physics(copied_run, "mjx", "NVIDIA H200")
+    durable.run(parse(FEW), tmp_path / "again", like=copied_run)
+    assert stored_physics(tmp_path / "again") == "mjx"
     with pytest.raises(UserError, match=r"to take the plan of .*run, the spec must keep its task \(physics 'mjx', not"):
-        durable.run(parse(spec_of("c")), tmp_path / "other", like=copied)
+        durable.run(parse(spec_of("c")), tmp_path / "other", like=copied_run)
 
 
-def test_runs_of_one_engine_are_compared_together_whoever_stored_them():
+def test_group_keys_of_runs_depend_on_the_resolved_engine():
     def run(physics, device, name="Ant-v5"):
         task = {"kind": "mujoco", "name": name, "physics": physics}
         return SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Tasks and their engines against Gymnasium and C MuJoCo, and against misuse."""
+"""Tests tasks and their engines against Gymnasium and C MuJoCo, and with invalid inputs."""
 
 import functools
 import os
@@ -22,31 +22,31 @@ from jaxaudit.tasks.engine import PhysicsState
 pytestmark = pytest.mark.long
 
 NAMES = sorted(TASKS)
-MJX_QUICK = ("InvertedPendulum-v5",)  # to compile
+MJX_QUICK = ("InvertedPendulum-v5",)  # quick to compile
 TOLERANCE = {"c": 1e-6, "mjx": 1e-4}
 STEPS = 1000
-WIDTH = 20  # jaxlib's Cholesky factorisation, which MJX calls, can deadlock on two cores at 1,000
+NUM_ENVS = 20  # at 1,000, jaxlib's Cholesky factorisation, which MJX calls, can deadlock on two cores
 
 
-def tasks(*quick):
-    """Every task, on C; slow but for these."""
+def parametrize_tasks(*quick):
+    """Parametrizes by every task, on C; all but some are marked slow."""
     marked = [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in NAMES]
     return pytest.mark.parametrize("name", marked)
 
 
-def on_both(quick=NAMES):
-    """Every task on both engines; slow but for these on C and for one on MJX."""
+def parametrize_engines(quick=NAMES):
+    """Parametrizes by every task on both engines; all but some on C and one on MJX are marked slow."""
     marked = [
-        pytest.param(name, physics, id=f"{name}-{physics}", marks=[] if name in chosen else [pytest.mark.slow])
-        for physics, chosen in (("c", quick), ("mjx", MJX_QUICK))
+        pytest.param(name, physics, id=f"{name}-{physics}", marks=[] if name in not_slow else [pytest.mark.slow])
+        for physics, not_slow in (("c", quick), ("mjx", MJX_QUICK))
         for name in NAMES
     ]
     return pytest.mark.parametrize(("name", "physics"), marked)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def silence():
-    """Gymnasium, too, loads its models without a warning once one of ours is loaded."""
+def load_models_once():
+    """Loads a model of jaxaudit first, after which Gymnasium loads its models without a warning, too."""
     env_of(NAMES[0], "c")
 
 
@@ -56,16 +56,16 @@ def env_of(name, physics):
 
 
 def compiled(function, physics):
-    """Compile for a test: MJX in a quarter of the time.
+    """Compiles for a test, MJX in a quarter of the usual time.
 
-    The fusion emitters of jaxlib 0.10, moreover, make the kinematics of Pusher a thousand times slower.
+    The fusion emitters of jaxlib 0.10 also make the kinematics of Pusher a thousand times slower.
     """
     options = {**emitters(False), "xla_backend_optimization_level": 0}
     return jax.jit(function, compiler_options=options if physics == "mjx" and jax.default_backend() == "cpu" else None)
 
 
-def test_a_compiler_option_is_given_where_xla_knows_it():
-    """That of the fusion emitters is gone in jaxlib 0.11; what is wrong with a known option is not hidden."""
+def test_compiler_options_are_used_only_if_xla_has_them():
+    """jaxlib 0.11 has no option for fusion emitters; an invalid value of an existing option is an error."""
     assert takes("xla_cpu_parallel_codegen_split_count", 1)
     assert not takes("xla_cpu_parallel_codegen_split_counts", 1)
     with pytest.raises(jax.errors.JaxRuntimeError, match="not a valid"):
@@ -75,7 +75,7 @@ def test_a_compiler_option_is_given_where_xla_knows_it():
 
 
 def columns_of(name, data):
-    """What a PhysicsState holds of an MjData."""
+    """Returns the columns of a PhysicsState for an MjData."""
     env = env_of(name, "c")
     core = np.concatenate([data.qpos, data.qvel, data.act, data.qacc_warmstart])
     derived = {field: getattr(data, field).copy() for field in env.task.needs}
@@ -84,7 +84,7 @@ def columns_of(name, data):
 
 @functools.cache
 def gymnasium_steps(name):
-    """1,000 steps of Gymnasium under random actions, a tenth of them too large, and its state before each."""
+    """Returns 1,000 steps of Gymnasium with random actions, a tenth out of bounds, and the states before them."""
     rng = np.random.default_rng(0)
     reference = gymnasium.make(name)
     data, space = reference.unwrapped.data, reference.action_space
@@ -107,7 +107,7 @@ def gymnasium_steps(name):
 
 @functools.cache
 def step_of(name, physics):
-    """One env step of `WIDTH` environments, compiled once for all tests."""
+    """Returns the jitted step of `NUM_ENVS` environments, compiled once for all tests."""
     return compiled(jax.vmap(env_of(name, physics).step), physics)
 
 
@@ -117,18 +117,18 @@ def reset_of(name, physics):
 
 
 def resets(name, physics, seed=0):
-    return reset_of(name, physics)(jax.random.split(jax.random.key(seed), WIDTH))
+    return reset_of(name, physics)(jax.random.split(jax.random.key(seed), NUM_ENVS))
 
 
 def from_states(name, physics, step, columns, actions, info=None):
-    """One step of ours from each of Gymnasium's states."""
+    """Takes a step from each of Gymnasium's states."""
     high = columns.astype(np.float32)
     low = (columns - high).astype(np.float32) if physics == "c" else np.zeros_like(high)
     state = resets(name, physics)
     if info is not None:
         state = state.replace(info=info)
     outcomes = []
-    for rows in np.split(np.arange(len(columns)), len(columns) // WIDTH):
+    for rows in np.split(np.arange(len(columns)), len(columns) // NUM_ENVS):
         synchronised = state.replace(pipeline_state=PhysicsState(jnp.array(high[rows]), jnp.array(low[rows])))
         outcomes.append(step(synchronised, jnp.array(actions[rows], jnp.float32)))
     return jax.tree.map(lambda *parts: np.concatenate(parts), *outcomes)
@@ -140,27 +140,27 @@ def stepped(name, physics):
     return from_states(name, physics, step_of(name, physics), before, actions)
 
 
-def assert_close(ours, observation, reward, tolerance):
-    # Relative to the vector: a component that passes through zero has no relative precision in float32.
+def assert_close(result, observation, reward, tolerance):
+    # Errors are relative to the vector: a component near zero has no relative precision in float32.
     size = np.maximum(1.0, np.abs(observation).max(axis=1))
-    error = np.abs(np.asarray(ours.obs, np.float64) - observation).max(axis=1) / size
+    error = np.abs(np.asarray(result.obs, np.float64) - observation).max(axis=1) / size
     assert np.quantile(error, 0.99) < tolerance
-    error = np.abs(np.asarray(ours.reward, np.float64) - reward) / np.maximum(1.0, np.abs(reward))
+    error = np.abs(np.asarray(result.reward, np.float64) - reward) / np.maximum(1.0, np.abs(reward))
     assert np.quantile(error, 0.99) < tolerance
 
 
-@on_both()
+@parametrize_engines()
 class TestAgainstGymnasium:
-    def test_observation_and_reward(self, name, physics):
+    def test_observations_and_rewards_are_equal(self, name, physics):
         _, _, observation, reward, _, _ = gymnasium_steps(name)
         assert_close(stepped(name, physics), observation, reward, TOLERANCE[physics])
 
-    def test_termination(self, name, physics):
+    def test_terminations_are_equal(self, name, physics):
         terminated = gymnasium_steps(name)[4]
         np.testing.assert_array_equal(np.asarray(stepped(name, physics).done) > 0.5, terminated)
 
-    def test_parts_of_the_reward(self, name, physics):
-        """Under the names of Gymnasium's info, but for a constant of HumanoidStandup's that it does not tell."""
+    def test_parts_of_the_reward_are_equal(self, name, physics):
+        """Parts have the names in Gymnasium's info, except for a constant of HumanoidStandup that is not in it."""
         expected = gymnasium_steps(name)[5]
         metrics = stepped(name, physics).metrics
         assert set(metrics) == set(env_of(name, physics).parts)
@@ -170,7 +170,7 @@ class TestAgainstGymnasium:
             error = np.abs(np.asarray(metrics[part], np.float64) - values) / np.maximum(1.0, np.abs(values))
             assert np.quantile(error, 0.99) < TOLERANCE[physics], part
 
-    def test_spaces(self, name, physics):
+    def test_spaces_are_equal(self, name, physics):
         env, reference = env_of(name, physics), gymnasium.make(name)
         assert env.observation_size == reference.observation_space.shape[0]
         assert env.action_size == reference.action_space.shape[0]
@@ -183,8 +183,8 @@ class TestAgainstGymnasium:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NAMES)
-def test_c_follows_gymnasium_without_resynchronisation(name):
-    """A hundred steps of 32-bit JAX lose nothing of the trajectory."""
+def test_trajectories_on_c_follow_gymnasiums(name):
+    """One hundred steps in 32-bit JAX do not lose precision of the trajectory."""
     env, reference = env_of(name, "c"), gymnasium.make(name)
     step, state = step_of(name, "c"), resets(name, "c", seed=1)
     reference.reset(seed=0)
@@ -193,54 +193,54 @@ def test_c_follows_gymnasium_without_resynchronisation(name):
     low, high = env.action_low, env.action_high
     actions = np.random.default_rng(2).uniform(low, high, (100, env.action_size)).astype(np.float32) * 0.1
 
-    found = []
+    results = []
     for action in actions:
-        state = step(state, np.tile(action, (WIDTH, 1)))
-        found.append((np.asarray(state.obs)[0], np.asarray(state.reward)[0]))
+        state = step(state, np.tile(action, (NUM_ENVS, 1)))
+        results.append((np.asarray(state.obs)[0], np.asarray(state.reward)[0]))
     expected = [reference.unwrapped.step(action.astype(np.float64))[:2] for action in actions]
-    for ours, theirs in zip(zip(*found, strict=True), zip(*expected, strict=True), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    for result, reference_result in zip(zip(*results, strict=True), zip(*expected, strict=True), strict=True):
+        np.testing.assert_allclose(result, reference_result, rtol=1e-5, atol=1e-6)
     assert np.abs(np.asarray(state.pipeline_state.low)[0]).max() > 0
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NAMES)
-def test_reset_distribution(name):
+def test_resets_have_gymnasiums_distribution(name):
     env, reference = env_of(name, "c"), gymnasium.make(name)
-    drawn = [resets(name, "c", seed) for seed in range(3, 3 + 2000 // WIDTH)]
-    state = jax.tree.map(lambda *parts: np.concatenate(parts), *drawn)
+    batches = [resets(name, "c", seed) for seed in range(3, 3 + 2000 // NUM_ENVS)]
+    state = jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
     data = reference.unwrapped.data
-    seen, coordinates = [], []
+    observations, coordinates = [], []
     for seed in range(2000):
-        seen.append(reference.reset(seed=seed)[0])
+        observations.append(reference.reset(seed=seed)[0])
         coordinates.append(np.concatenate([data.qpos, data.qvel]))
     physics = env.physics(np.asarray(state.pipeline_state.high))
-    own_coordinates = np.concatenate([physics.qpos, physics.qvel], axis=1)
-    for ours, theirs in ((state.obs, seen), (own_coordinates, coordinates)):
-        # Rounded, so that what is constant but for rounding is the same on both sides.
-        ours, theirs = np.round(np.asarray(ours, np.float64), 6), np.round(theirs, 6)
-        pvalues = [stats.ks_2samp(ours[:, i], theirs[:, i]).pvalue for i in range(ours.shape[1])]
+    reset_coordinates = np.concatenate([physics.qpos, physics.qvel], axis=1)
+    for sample, reference_sample in ((state.obs, observations), (reset_coordinates, coordinates)):
+        # Values are rounded, so that those that are constant up to rounding are equal.
+        sample, reference_sample = np.round(np.asarray(sample, np.float64), 6), np.round(reference_sample, 6)
+        pvalues = [stats.ks_2samp(sample[:, i], reference_sample[:, i]).pvalue for i in range(sample.shape[1])]
         assert min(pvalues) > 1e-4
-    random = own_coordinates[:, own_coordinates.std(axis=0) > 0]
-    correlation = np.corrcoef(random.T) - np.eye(random.shape[1])
+    random_coordinates = reset_coordinates[:, reset_coordinates.std(axis=0) > 0]
+    correlation = np.corrcoef(random_coordinates.T) - np.eye(random_coordinates.shape[1])
     assert np.abs(correlation).max() < 0.12
-    np.testing.assert_array_equal(state.pipeline_state.low[:, : own_coordinates.shape[1]], 0)
+    np.testing.assert_array_equal(state.pipeline_state.low[:, : reset_coordinates.shape[1]], 0)
 
 
-@tasks(*MJX_QUICK)
-def test_engines_share_the_reset(name):
+@parametrize_tasks(*MJX_QUICK)
+def test_both_engines_have_the_same_resets(name):
     c, mjx = resets(name, "c"), resets(name, "mjx")
     np.testing.assert_allclose(c.pipeline_state.high, mjx.pipeline_state.high, atol=1e-6)
     np.testing.assert_allclose(c.obs, mjx.obs, rtol=1e-5, atol=1e-5)
 
 
-@on_both()
-def test_divergence_stays_in_its_environment(name, physics):
-    """Same width throughout, so the healthy environments must not change by a bit."""
+@parametrize_engines()
+def test_divergence_does_not_reach_other_environments(name, physics):
+    """All batches have the same width, so that the other environments must be equal bitwise."""
     env = env_of(name, physics)
     step = step_of(name, physics)
     clean = resets(name, physics)
-    action = np.full((WIDTH, env.action_size), 0.01, np.float32)
+    action = np.full((NUM_ENVS, env.action_size), 0.01, np.float32)
 
     bad_action = action.copy()
     bad_action[0] = np.nan
@@ -249,34 +249,34 @@ def test_divergence_stays_in_its_environment(name, physics):
     high[2, 1] = 1e9  # finite: the simulation itself diverges
     high[2, env.model.nq :] = 1e9
     high[3] = np.nan
-    broken = clean.replace(pipeline_state=PhysicsState(jnp.array(high), clean.pipeline_state.low))
+    diverging = clean.replace(pipeline_state=PhysicsState(jnp.array(high), clean.pipeline_state.low))
 
-    expected, ours = step(clean, action), step(broken, bad_action)
-    for now, steps in ((ours, 1), (step(ours, action), 2)):
-        assert np.isnan(now.obs[2:4]).all()
-        assert np.isnan(now.reward[2:4]).all()
-        assert not np.asarray(now.done[:4]).any()
-        assert np.isfinite(now.obs[4:]).all(), steps
-    assert np.isnan(ours.obs[:2]).all()
-    assert np.isnan(ours.reward[:2]).all()
-    np.testing.assert_array_equal(ours.pipeline_state.high[:2], clean.pipeline_state.high[:2])
-    np.testing.assert_array_equal(ours.obs[4:], expected.obs[4:])
-    np.testing.assert_array_equal(ours.reward[4:], expected.reward[4:])
+    expected, result = step(clean, action), step(diverging, bad_action)
+    for after, steps in ((result, 1), (step(result, action), 2)):
+        assert np.isnan(after.obs[2:4]).all()
+        assert np.isnan(after.reward[2:4]).all()
+        assert not np.asarray(after.done[:4]).any()
+        assert np.isfinite(after.obs[4:]).all(), steps
+    assert np.isnan(result.obs[:2]).all()
+    assert np.isnan(result.reward[:2]).all()
+    np.testing.assert_array_equal(result.pipeline_state.high[:2], clean.pipeline_state.high[:2])
+    np.testing.assert_array_equal(result.obs[4:], expected.obs[4:])
+    np.testing.assert_array_equal(result.reward[4:], expected.reward[4:])
 
 
-QUICK = ("HalfCheetah-v5", "Humanoid-v5")  # one that observes nothing but its coordinates, and one that does
+QUICK = ("HalfCheetah-v5", "Humanoid-v5")  # one observes its coordinates only, one also other fields
 FACTORS = {"friction": 0.7, "gear": 1.2, "gravity": 0.9, "mass": 1.3}
 
 
-def every(**factors):
-    """The same factors in all environments."""
-    return {"dynamics": {name: jnp.full(WIDTH, factors.get(name, 1.0), jnp.float32) for name in FACTORS}}
+def dynamics_of_all(**factors):
+    """Returns the same factors for all environments."""
+    return {"dynamics": {name: jnp.full(NUM_ENVS, factors.get(name, 1.0), jnp.float32) for name in FACTORS}}
 
 
 @pytest.mark.exhaustive
 class TestDynamics:
-    @on_both(QUICK)
-    def test_a_shift_is_a_model_changed_by_hand(self, name, physics):
+    @parametrize_engines(QUICK)
+    def test_shifted_dynamics_equal_a_changed_model(self, name, physics):
         before, actions, *_ = gymnasium_steps(name)
         reference = gymnasium.make(name).unwrapped
         reference.reset(seed=0)
@@ -288,35 +288,35 @@ class TestDynamics:
         model.actuator_gear[:] *= factors["gear"]
         model.opt.gravity[:] *= factors["gravity"]
         if physics == "mjx":
-            # HumanoidStandup asks for projected Gauss-Seidel, which MJX lacks and which stops 1.3e-4 short here.
+            # HumanoidStandup's solver is projected Gauss-Seidel, which MJX lacks, and whose error is 1.3e-4 here.
             model.opt.solver, model.opt.iterations = mujoco.mjtSolver.mjSOL_NEWTON, 100
         observations, rewards = [], []
         for columns, action in zip(before, actions, strict=True):
             mujoco.mj_resetData(model, data)
-            physics_ = env_of(name, "c").physics(columns)
-            data.qpos[:], data.qvel[:] = physics_.qpos, physics_.qvel
+            physics_state = env_of(name, "c").physics(columns)
+            data.qpos[:], data.qvel[:] = physics_state.qpos, physics_state.qvel
             mujoco.mj_forward(model, data)
             data.qacc_warmstart[:] = columns[model.nq + model.nv :][: model.nv]
             observation, reward, *_ = reference.step(action)
             observations.append(observation)
             rewards.append(reward)
         step = step_of(name, physics)
-        # Gymnasium's own `track` before the step is that of a state just set, not of one that lags.
+        # Gymnasium's `track` before the step is of a state that was just set, without a lag.
         start = before
         if env_of(name, "c").tracked:
             start = np.array([at_rest(name, columns, model) for columns in start])
-        ours = from_states(name, physics, step, start, actions, every(**FACTORS))
-        assert_close(ours, np.array(observations), np.array(rewards), TOLERANCE[physics])
-        same = from_states(name, physics, step, start, actions, every())
-        assert np.abs(np.asarray(same.obs) - np.asarray(ours.obs)).max() > 1e-3
+        result = from_states(name, physics, step, start, actions, dynamics_of_all(**FACTORS))
+        assert_close(result, np.array(observations), np.array(rewards), TOLERANCE[physics])
+        neutral = from_states(name, physics, step, start, actions, dynamics_of_all())
+        assert np.abs(np.asarray(neutral.obs) - np.asarray(result.obs)).max() > 1e-3
 
-    @tasks(*QUICK)
-    def test_neutral_factors_change_no_bit_on_c(self, name):
+    @parametrize_tasks(*QUICK)
+    def test_neutral_factors_are_bitwise_without_effect_on_c(self, name):
         before, actions, *_ = gymnasium_steps(name)
-        ours = from_states(name, "c", step_of(name, "c"), before, actions, every())
+        result = from_states(name, "c", step_of(name, "c"), before, actions, dynamics_of_all())
         assert {key: float(value) for key, value in env_of(name, "c").dynamics.items()} == dict.fromkeys(FACTORS, 1.0)
         for field in ("pipeline_state", "obs", "reward", "done", "metrics"):
-            jax.tree.map(np.testing.assert_array_equal, getattr(ours, field), getattr(stepped(name, "c"), field))
+            jax.tree.map(np.testing.assert_array_equal, getattr(result, field), getattr(stepped(name, "c"), field))
 
     @pytest.mark.parametrize(
         ("name", "physics"),
@@ -327,47 +327,47 @@ class TestDynamics:
             ("InvertedPendulum-v5", "mjx"),
         ],
     )
-    def test_each_environment_has_its_own(self, name, physics):
+    def test_each_environment_has_its_own_dynamics(self, name, physics):
         step = step_of(name, physics)
         state = resets(name, physics)
-        action = np.full((WIDTH, env_of(name, physics).action_size), 0.5, np.float32)
-        factors = {key: np.ones(WIDTH, np.float32) for key in FACTORS}
+        action = np.full((NUM_ENVS, env_of(name, physics).action_size), 0.5, np.float32)
+        factors = {key: np.ones(NUM_ENVS, np.float32) for key in FACTORS}
         expected = step(state.replace(info={"dynamics": dict(factors)}), action)
         factors["mass"] = factors["mass"].copy()
         factors["mass"][:7] = [np.nan, np.inf, 0.0, -1.0, 1e-38, 1e38, 2.0]
         factors["gravity"] = factors["gravity"].copy()
         factors["gravity"][7] = np.nan
-        ours = step(state.replace(info={"dynamics": factors}), action)
-        for refused in (0, 1, 2, 3, 7):
-            assert np.isnan(ours.obs[refused]).all()
-            assert np.isnan(ours.reward[refused])
-            np.testing.assert_array_equal(ours.pipeline_state.high[refused], state.pipeline_state.high[refused])
-        assert not np.asarray(ours.done[:8]).any()
-        assert np.isfinite(ours.obs[6]).all()
-        assert (np.asarray(ours.obs[6]) != np.asarray(expected.obs[6])).any()
-        np.testing.assert_array_equal(ours.obs[8:], expected.obs[8:])
-        np.testing.assert_array_equal(ours.pipeline_state.high[8:], expected.pipeline_state.high[8:])
+        result = step(state.replace(info={"dynamics": factors}), action)
+        for invalid in (0, 1, 2, 3, 7):
+            assert np.isnan(result.obs[invalid]).all()
+            assert np.isnan(result.reward[invalid])
+            np.testing.assert_array_equal(result.pipeline_state.high[invalid], state.pipeline_state.high[invalid])
+        assert not np.asarray(result.done[:8]).any()
+        assert np.isfinite(result.obs[6]).all()
+        assert (np.asarray(result.obs[6]) != np.asarray(expected.obs[6])).any()
+        np.testing.assert_array_equal(result.obs[8:], expected.obs[8:])
+        np.testing.assert_array_equal(result.pipeline_state.high[8:], expected.pipeline_state.high[8:])
 
     @pytest.mark.parametrize("name", ["HalfCheetah-v5", pytest.param("Ant-v5", marks=pytest.mark.slow)])
-    def test_a_drift_keeps_nothing(self, name):
+    def test_drifting_dynamics_do_not_accumulate_models(self, name):
         step, state = step_of(name, "c"), resets(name, "c")
-        action = np.zeros((WIDTH, env_of(name, "c").action_size), np.float32)
+        action = np.zeros((NUM_ENVS, env_of(name, "c").action_size), np.float32)
 
-        def kept():
-            jax.block_until_ready(state)  # what is lent is idle again
+        def idle_counts():
+            jax.block_until_ready(state)  # all batches are idle again
             return {key: len(idle) for key, idle in engine_c.idle_batches.items()}
 
-        state = step(state.replace(info=every(mass=0.9)), action)
-        before = kept()
+        state = step(state.replace(info=dynamics_of_all(mass=0.9)), action)
+        before = idle_counts()
         for factor in np.linspace(1.0, 2.0, 20):
-            state = step(state.replace(info=every(mass=factor, friction=factor)), action)
-        assert kept() == before
+            state = step(state.replace(info=dynamics_of_all(mass=factor, friction=factor)), action)
+        assert idle_counts() == before
         assert all(len(idle) <= machine.core_count() for idle in engine_c.idle_workers.values())
         assert np.isfinite(state.obs).all()
 
 
 def at_rest(name, columns, model):
-    """Columns with the tracked positions of a state that was just set."""
+    """Returns columns with the tracked positions of a state that was just set."""
     env = env_of(name, "c")
     data = mujoco.MjData(model)
     core = columns[: -env.tracked]
@@ -397,16 +397,16 @@ SPINNING = """
 
 
 @pytest.mark.exhaustive
-def test_mjx_turns_and_slides_as_c_mujoco():
-    """Bodies that spin on free and ball joints, and a capsule that stands nearly upright on a plane."""
+def test_mjx_rotations_and_contacts_equal_c_mujoco():
+    """Bodies spin on free and ball joints, and a capsule stands nearly upright on a plane."""
     model = mujoco.MjModel.from_xml_string(SPINNING)
     in_jax, blank = mjx.put_model(model, impl="jax"), mjx.make_data(model, impl="jax")
     step = compiled(jax.vmap(lambda q, v: engine_mjx.step(in_jax, blank.replace(qpos=q, qvel=v))), "mjx")
     rng = np.random.default_rng(0)
     qpos = np.tile(model.qpos0, (100, 1))
-    qpos[:, 2] -= rng.uniform(0.05, 0.15, 100)  # half of them touch
+    qpos[:, 2] -= rng.uniform(0.05, 0.15, 100)  # about half of them touch the plane
     qvel = 10 * rng.normal(size=(100, model.nv))
-    ours = step(jnp.array(qpos, jnp.float32), jnp.array(qvel, jnp.float32))
+    result = step(jnp.array(qpos, jnp.float32), jnp.array(qvel, jnp.float32))
     data = mujoco.MjData(model)
     errors, touched = [], 0
     for i in range(100):
@@ -414,17 +414,17 @@ def test_mjx_turns_and_slides_as_c_mujoco():
         data.qpos[:], data.qvel[:] = qpos[i], qvel[i]
         mujoco.mj_step(model, data)
         touched += data.ncon > 0
-        error = np.abs(ours.qvel[i] - data.qvel).max() / np.abs(data.qvel).max()
-        errors.append(max(error, np.abs(ours.qpos[i] - data.qpos).max()))
+        error = np.abs(result.qvel[i] - data.qvel).max() / np.abs(data.qvel).max()
+        errors.append(max(error, np.abs(result.qpos[i] - data.qpos).max()))
     assert 20 < touched < 100
     assert np.quantile(errors, 0.95) < 2e-5
 
 
 @pytest.mark.exhaustive
-def test_mjx_is_traced_once_wherever_programs_step_it(monkeypatch):
+def test_mjx_is_traced_once_for_all_callers(monkeypatch):
     traced = []
     forward = engine_mjx.forward
-    monkeypatch.setattr(engine_mjx, "forward", lambda *given: traced.append(0) or forward(*given))
+    monkeypatch.setattr(engine_mjx, "forward", lambda *arguments: traced.append(0) or forward(*arguments))
     env = make("InvertedPendulum-v5", "mjx")
 
     def step(state, action):
@@ -432,15 +432,15 @@ def test_mjx_is_traced_once_wherever_programs_step_it(monkeypatch):
 
     state, action = jax.eval_shape(env.reset, jax.random.key(0)), jnp.zeros(1)
     jax.eval_shape(step, state, action)
-    once = len(traced)
-    assert once
+    n_traced = len(traced)
+    assert n_traced
     wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), (state, action))
-    jax.eval_shape(lambda *given: jax.lax.scan(lambda _, given: (0, step(*given)), 0, given)[1], *wide)
+    jax.eval_shape(lambda *arguments: jax.lax.scan(lambda _, arguments: (0, step(*arguments)), 0, arguments)[1], *wide)
     jax.eval_shape(jax.vmap(step), *wide)
-    assert len(traced) == once
+    assert len(traced) == n_traced
 
 
-def in_a_process(code, cwd=None, **environment):
+def run_python(code, cwd=None, **environment):
     return subprocess.run(
         [sys.executable, "-c", code],
         cwd=cwd,
@@ -453,8 +453,8 @@ def in_a_process(code, cwd=None, **environment):
 
 
 @pytest.mark.exhaustive
-def test_nothing_is_printed_or_logged(tmp_path):
-    """In a process of its own: MuJoCo would write to the working directory and to the console."""
+def test_mujocos_warnings_are_not_printed_or_logged(tmp_path):
+    """Runs in a separate process: MuJoCo would write to the console and to the working directory."""
     code = """
 import jax, jax.numpy as jnp
 from jaxaudit.tasks import make
@@ -469,31 +469,31 @@ out = step(state, jnp.full(6, jnp.nan))
 assert jnp.isnan(out.reward)
 make("Pusher-v5", "c")
 """
-    done = in_a_process(code, cwd=tmp_path)
+    done = run_python(code, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not list(tmp_path.iterdir())
 
 
-@tasks("HalfCheetah-v5", "Ant-v5")
-def test_nested_vmap_is_the_flat_batch(name):
+@parametrize_tasks("HalfCheetah-v5", "Ant-v5")
+def test_nested_vmap_equals_a_flat_batch(name):
     env = env_of(name, "c")
     state = resets(name, "c", seed=5)
-    action = np.random.default_rng(6).uniform(-1, 1, (WIDTH, env.action_size)).astype(np.float32)
-    nest = functools.partial(jax.tree.map, lambda x: x.reshape(4, WIDTH // 4, *x.shape[1:]))
+    action = np.random.default_rng(6).uniform(-1, 1, (NUM_ENVS, env.action_size)).astype(np.float32)
+    nest = functools.partial(jax.tree.map, lambda x: x.reshape(4, NUM_ENVS // 4, *x.shape[1:]))
     flat = step_of(name, "c")(state, action)
-    fresh = jax.jit(jax.vmap(jax.vmap(env.reset)))(jax.random.split(jax.random.key(5), (4, WIDTH // 4)))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), nest(state), fresh)
+    nested_resets = jax.jit(jax.vmap(jax.vmap(env.reset)))(jax.random.split(jax.random.key(5), (4, NUM_ENVS // 4)))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), nest(state), nested_resets)
     nested = jax.jit(jax.vmap(jax.vmap(env.step)))(nest(state), nest(action))
     jax.tree.map(np.testing.assert_array_equal, nest(flat), nested)
-    alone = jax.jit(env.step)(jax.tree.map(lambda x: x[7], state), action[7])
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x: x[7], flat), alone)
-    # One action for all lanes: an axis only some arguments have.
+    single = jax.jit(env.step)(jax.tree.map(lambda x: x[7], state), action[7])
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x: x[7], flat), single)
+    # All lanes share an action, so that only some arguments have the lanes' axis.
     shared = jax.jit(jax.vmap(env.step, in_axes=(0, None)))(state, action[0])
     np.testing.assert_array_equal(shared.obs[0], flat.obs[0])
 
 
 @pytest.mark.parametrize("name", ["HalfCheetah-v5", pytest.param("Humanoid-v5", marks=pytest.mark.slow)])
-def test_c_engine_is_deterministic_and_scans(name):
+def test_the_c_engine_is_deterministic_in_scans(name):
     env = env_of(name, "c")
 
     @jax.jit
@@ -510,7 +510,7 @@ def test_c_engine_is_deterministic_and_scans(name):
     ("name", "width"), [("InvertedPendulum-v5", 20000), pytest.param("Ant-v5", 2000, marks=pytest.mark.slow)]
 )
 def test_large_batches_do_not_deadlock(name, width):
-    """A host callback that waits for JAX arrays hangs when XLA has few threads and the arrays are large."""
+    """Host callbacks that wait for large JAX arrays hang if XLA has few threads."""
     code = f"""
 import jax
 from jaxaudit.tasks import make
@@ -522,11 +522,11 @@ roll = jax.jit(lambda s: jax.lax.scan(lambda s, _: (step(s, s.obs[:, :n]), None)
 assert roll(state).obs.shape == ({width}, env.observation_size)
 print("done")
 """
-    done = in_a_process(code, NPROC="2")
+    done = run_python(code, NPROC="2")
     assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr
 
 
-def test_make_names_what_is_allowed():
+def test_make_names_the_allowed_tasks_and_engines():
     with pytest.raises(ValueError, match=r"'HalfCheeta-v5'.*HalfCheetah-v5.*InvertedPendulum-v5"):
         make("HalfCheeta-v5")
     with pytest.raises(ValueError, match=r"'mjc'.*auto.*c.*mjx"):
@@ -538,9 +538,9 @@ def test_make_names_what_is_allowed():
     assert make("HalfCheetah-v5").backend == ("c" if jax.default_backend() == "cpu" else "mjx")
 
 
-def test_c_model_is_gymnasiums():
+def test_models_on_c_equal_gymnasiums():
     for name in NAMES:
-        theirs, ours = gymnasium.make(name).unwrapped.model, env_of(name, "c").model
-        assert (theirs.opt.iterations, theirs.opt.integrator) == (ours.opt.iterations, ours.opt.integrator)
-        np.testing.assert_array_equal(theirs.body_mass, ours.body_mass)
-        assert mujoco.mj_stateSize(ours, mujoco.mjtState.mjSTATE_HISTORY) == 0
+        reference, model = gymnasium.make(name).unwrapped.model, env_of(name, "c").model
+        assert (reference.opt.iterations, reference.opt.integrator) == (model.opt.iterations, model.opt.integrator)
+        np.testing.assert_array_equal(reference.body_mass, model.body_mass)
+        assert mujoco.mj_stateSize(model, mujoco.mjtState.mjSTATE_HISTORY) == 0
