@@ -9,16 +9,16 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from refusals import contents
-from small_runs import header
-from worker_runs import plug_in
+from cli_errors import folder_digests
+from small_runs import spec_header
+from worker_runs import install_plugin
 
 import jaxaudit
 
 SOURCE = Path(jaxaudit.__file__).parent
 LEFT_OUT = "jaxaudit", "__editable__", "altair", "vl_convert"
 SPEC = (
-    header(seeds=1, steps=12).replace(
+    spec_header(seeds=1, steps=12).replace(
         'kind = "mujoco"\nname = "InvertedPendulum-v5"', 'kind = "registered"\nname = "CartPole-v1"'
     )
     + '[[perturbation]]\nkind = "weight_noise"\nmagnitude = 1.0\nonset = 6\n'
@@ -37,7 +37,7 @@ def command(tmp_path_factory):
         for path in Path(site).iterdir():
             if not path.name.startswith(LEFT_OUT):
                 (place / "packages" / path.name).symlink_to(path)
-    environment = plug_in(place / "plugins")
+    environment = install_plugin(place / "plugins")
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(place / "tree"), str(place / "packages"), environment["PYTHONPATH"]]
     )
@@ -73,11 +73,11 @@ def test_a_run_is_trained_and_stored_and_the_report_is_told_to_be_missing(comman
     environment = json.loads((place / "run" / "environment.json").read_text())
     assert (environment["status"], environment["jaxaudit"]) == ("finished", VERSION)
     assert (place / "run" / "summary.csv").exists()
-    before = contents(place / "run")
+    before = folder_digests(place / "run")
     done = python("-m", "jaxaudit.cli.main", "report", "run")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert done.stderr.startswith("jaxaudit: the report cannot be drawn: altair and vl_convert are not installed;")
-    assert contents(place / "run") == before
+    assert folder_digests(place / "run") == before
 
 
 def test_the_kernels_are_found_under_their_own_name_alone(command):

@@ -7,8 +7,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from refusals import contents, refusal
-from small_runs import header
+from cli_errors import cli_error, folder_digests
+from small_runs import spec_header
 
 from jaxaudit.cli import main as cli
 from jaxaudit.cli.arguments import parser
@@ -18,7 +18,7 @@ from jaxaudit.runtime import registry
 from jaxaudit.spec.document import parse
 
 GOOD = (
-    header(seeds=2)
+    spec_header(seeds=2)
     + """[[perturbation]]
 kind = "lr_spike"
 magnitude = [3, 30]
@@ -239,7 +239,7 @@ def test_a_wrong_spec(case, capsys):
     (old, new), words = SPECS[case]
     assert old in GOOD
     Path("spec.toml").write_text(GOOD.replace(old, new, 1), encoding="utf-8")
-    sentence = refusal(capsys, "run", "spec.toml", "-o", "out")
+    sentence = cli_error(capsys, "run", "spec.toml", "-o", "out")
     assert sentence.startswith("jaxaudit: spec.toml")
     assert words in sentence
 
@@ -294,7 +294,7 @@ def test_wrong_arguments(argv, words, capsys):
             store = Folder(Path(name))
             store.spec.write_text(parse(GOOD).to_toml())
             store.update_environment(status=status)
-    assert words in refusal(capsys, *argv)
+    assert words in cli_error(capsys, *argv)
 
 
 def test_a_run_from_end_to_end(capsys, monkeypatch):
@@ -304,10 +304,10 @@ def test_a_run_from_end_to_end(capsys, monkeypatch):
     assert "report: runs/small/report.html" in capsys.readouterr().out
     assert Path("runs/small/report.html").is_file()
     assert parse(Path("runs/small/spec.toml").read_text()) == parse(text).resolved()
-    assert "already finished" in refusal(capsys, "resume", "runs/small")
-    assert "not empty" in refusal(capsys, "run", "spec.toml")
-    assert "unknown condition 'nothing'" in refusal(capsys, "replay", "runs/small", "--condition", "nothing")
-    assert "unknown seed 9" in refusal(capsys, "replay", "runs/small", "--seed", "9")
+    assert "already finished" in cli_error(capsys, "resume", "runs/small")
+    assert "not empty" in cli_error(capsys, "run", "spec.toml")
+    assert "unknown condition 'nothing'" in cli_error(capsys, "replay", "runs/small", "--condition", "nothing")
+    assert "unknown seed 9" in cli_error(capsys, "replay", "runs/small", "--seed", "9")
     assert cli.main(["replay", "runs/small", "--seed", "1", "--condition", "lr_spike 30"]) == 0
     assert "bitwise equal" in capsys.readouterr().out
     monkeypatch.setattr("jaxaudit.report.page.write_figures", lambda *_: None)  # they were made once
@@ -412,7 +412,7 @@ def test_scores_that_cannot_be_drawn_are_kept(command, nothing_to_draw_with, cap
 def test_a_report_that_cannot_be_drawn(nothing_to_draw_with, capsys):
     Path("mine/telemetry.zarr").mkdir(parents=True)
     Path("mine/spec.toml").write_text(GOOD)
-    assert refusal(capsys, "report", "mine") == f"jaxaudit: the report cannot be drawn: {UNDRAWN}\n"
+    assert cli_error(capsys, "report", "mine") == f"jaxaudit: the report cannot be drawn: {UNDRAWN}\n"
 
 
 def test_what_draws_may_be_there_without_what_it_needs(nothing_to_draw_with, capsys, monkeypatch):
@@ -421,7 +421,7 @@ def test_what_draws_may_be_there_without_what_it_needs(nothing_to_draw_with, cap
     monkeypatch.setitem(sys.modules, "markupsafe", None)
     Path("mine/telemetry.zarr").mkdir(parents=True)
     Path("mine/spec.toml").write_text(GOOD)
-    said = refusal(capsys, "report", "mine")
+    said = cli_error(capsys, "report", "mine")
     assert "a package that draws figures and reports cannot be imported (import of markupsafe halted" in said
     assert said.endswith("pip install 'altair>=6.0,<7' 'vl-convert-python>=1.8,<2' 'jinja2>=3.1,<4'\n")
 
@@ -500,7 +500,7 @@ def test_in_a_shell(argv):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("jaxaudit: ")
     assert len(done.stderr.splitlines()) == 1
-    assert contents(Path.cwd()) == {}
+    assert folder_digests(Path.cwd()) == {}
 
 
 def test_a_reader_that_has_read_enough():
@@ -525,7 +525,7 @@ def test_a_wrong_spec_in_a_shell():
     assert done.returncode == 2
     assert "[[perturbation]] 1: target 'x' of 'lr_spike' is in none of the paths" in done.stderr
     assert len(done.stderr.splitlines()) == 1
-    assert [path for path in contents(Path.cwd()) if not path.startswith("cache")] == ["spec.toml"]
+    assert [path for path in folder_digests(Path.cwd()) if not path.startswith("cache")] == ["spec.toml"]
 
 
 @pytest.mark.exhaustive

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_runs import header
+from small_runs import spec_header
 
 import jaxaudit as ja
 from jaxaudit.analysis.run_reader import load as load_run
@@ -61,7 +61,7 @@ def test_an_audit_keeps_them_as_they_are_declared(audited):
 @pytest.mark.exhaustive
 def test_a_runs_folder_keeps_them_too(audited, tmp_path, monkeypatch):
     monkeypatch.setitem(registry.learners._entries, "told", lambda task: LEARNER)
-    spec = header(seeds=2, steps=10, learner='kind = "told"') + (
+    spec = spec_header(seeds=2, steps=10, learner='kind = "told"') + (
         '[run]\nchunk = 3\n[[perturbation]]\nkind = "reward_scale"\nmagnitude = 2.0\nonset = 4'
     )
     durable.run(parse(spec), tmp_path / "run")

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import quadratic  # noqa: F401  registers the learner
 import zarr
+from directories import EXPERIMENTS
 from numcodecs import Zstd
-from places import EXPERIMENTS
-from small_runs import FEW, header
+from small_runs import SHORT_SPEC, spec_header
 
 from jaxaudit.analysis import metrics, results
 from jaxaudit.analysis.statistics import critical_magnitude
@@ -41,7 +41,7 @@ def spec_of(seeds, magnitudes, onsets, steps=400, audit=""):
     entries = [
         f'[[perturbation]]\nkind = "{k}"\nmagnitude = {swept}\nonset = {list(onsets)}\nduration = 5\n' for k in KINDS
     ]
-    return header(seeds=seeds, steps=steps, audit=audit) + "".join(entries)
+    return spec_header(seeds=seeds, steps=steps, audit=audit) + "".join(entries)
 
 
 def planned(grid):
@@ -206,7 +206,7 @@ def test_states_at_an_onset_are_read_for_their_digest_once(tmp_path, monkeypatch
         checkpoint.hashlib, "file_digest", lambda file, name: read.update([file.name]) or digest(file, name)
     )
     folder = tmp_path / "run"
-    durable.run(parse(FEW.replace("steps = 20", "steps = 20\nlanes = 2")), folder)
+    durable.run(parse(SHORT_SPEC.replace("steps = 20", "steps = 20\nlanes = 2")), folder)
     onsets = [path for path in read if Path(path).is_relative_to(folder / "checkpoints")]
     assert onsets, "six batches have read them"
     assert {read[path] for path in onsets} == {1}

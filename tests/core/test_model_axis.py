@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from places import EXPERIMENTS, HELPERS
+from directories import EXPERIMENTS, HELPERS
 from quadratic import quadratic
-from small_runs import assert_same
+from small_runs import assert_runs_equal
 
 import jaxaudit as ja
 from jaxaudit.core.batches import layout
@@ -200,7 +200,7 @@ def test_a_run_resumes_bitwise_and_its_folder_tells_of_the_axis(corpus, tmp_path
         durable.run(spec, tmp_path / "stopped")
     monkeypatch.setattr(Engine, "advance", advance)
     durable.resume(tmp_path / "stopped")
-    assert_same(tmp_path / "stopped", tmp_path / "whole")
+    assert_runs_equal(tmp_path / "stopped", tmp_path / "whole")
 
 
 def test_uneven_heads_in_a_spec_are_the_users_error(corpus):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from places import EXPERIMENTS
+from directories import EXPERIMENTS
 
 import jaxaudit as ja
 from jaxaudit.analysis.metrics import MetricSettings

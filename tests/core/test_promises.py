@@ -16,7 +16,7 @@ import numpy as np
 import optax
 import pytest
 from tiny_dialogue import TINY_DIALOGUE
-from without_baseline import train_from_the_start
+from without_baseline import train_without_baseline
 
 import jaxaudit as ja
 from jaxaudit.core.grid import plan, site_misfit
@@ -482,7 +482,7 @@ def test_common_randomness_adding_a_condition_leaves_the_others_equal_but_for_ro
     """A grid of some of the conditions, at another width and from step 0 on, follows the same path at first."""
     few = ["weight_noise", "gradient_sign_flip", *[n for n in case.names if n in ("reward_noise", "observation_stuck")]]
     chosen = [chained(name, fork=0) for name in few]
-    smaller = train_from_the_start(case.smaller, chosen, seeds=2, steps=STEPS)
+    smaller = train_without_baseline(case.smaller, chosen, seeds=2, steps=STEPS)
     for position, name in enumerate(["control", *few]):
         for channel in case.compared:
             mine = smaller[channel][:, position, : OPEN + 1]

@@ -10,26 +10,26 @@ import numpy as np
 import optax
 import pytest
 from small_learner import (
+    DURATION,
     ONSET,
-    OPEN,
     RATE,
     SIZE,
     STEPS,
     UPDATES,
     WINDOW,
     added,
-    audited,
-    close,
-    driven,
-    fitting,
+    assert_close,
+    audit_telemetry,
+    fitting_kinds,
     fresh,
-    helped,
-    kinds,
-    lane,
-    noise,
-    small,
-    told,
-    tree,
+    lane_telemetry,
+    random_gradients,
+    remedied_telemetry,
+    remedy_kinds,
+    run_updates,
+    small_learner,
+    to_params,
+    with_fitting_remedies,
 )
 
 import jaxaudit as ja
@@ -44,7 +44,7 @@ from jaxaudit.runtime import registry
 def test_the_small_learner_has_the_remedies_of_an_optimizer():
     expected = {"learning_rate_scale", "learning_rate_warmup", "target_kl_stop", "nonfinite_skip", "six_sigma_skip"}
     expected |= {"zclip", "adagc", "spam", "adam_rel", "equal_betas", "stable_adamw", "l2_init", "weight_decay"}
-    assert expected | {"clip_higher", "decoupled_lambda", "adaptive_entropy"} <= {kind.name for kind in fitting()}
+    assert expected | {"clip_higher", "decoupled_lambda", "adaptive_entropy"} <= {kind.name for kind in fitting_kinds()}
 
 
 BAD = [1.5, -0.0, math.nan, math.inf, -math.inf, 1e-42, -3e38]
@@ -52,8 +52,8 @@ BAD = [1.5, -0.0, math.nan, math.inf, -math.inf, 1e-42, -3e38]
 
 def bad_values():
     """Values that arithmetic changes, for each place where remedies act."""
-    params = tree(BAD)
-    state = optax.ScaleByAdamState(jnp.int32(7), tree(BAD[::-1]), tree(np.roll(BAD, 2)))
+    params = to_params(BAD)
+    state = optax.ScaleByAdamState(jnp.int32(7), to_params(BAD[::-1]), to_params(np.roll(BAD, 2)))
     return {
         "penalty": params,
         "guard": remedies.ProposedUpdate(params, state, jnp.float32(1.0), jnp.float32(math.nan)),
@@ -72,11 +72,11 @@ def bits(value):
     return [(x.dtype, x.shape, x.tobytes()) for x in map(np.asarray, jax.tree.leaves(value))]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in kinds() if kind.apply], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [kind for kind in remedy_kinds() if kind.apply], ids=lambda kind: kind.name)
 def test_a_value_is_the_same_bit_for_bit_at_the_neutral_strength(kind):
     """Whatever the remedy's state has become, and with a run's beginning, middle and end."""
     values = bad_values()
-    others = {"params": tree(np.roll(BAD, 1)), "gradient": values["penalty"], "moments": values["optimizer_state"]}
+    others = {"params": to_params(np.roll(BAD, 1)), "gradient": values["penalty"], "moments": values["optimizer_state"]}
     others |= {"betas": values["betas"], "loss": jnp.float32(math.nan), "approximate_kl": jnp.float32(math.inf)}
     others |= {"entropy": lambda: jnp.float32(math.nan), "gradient_of": lambda term, key: values["penalty"]}
     others |= {"reinitialise": fresh, "new_moments": lambda params: values["optimizer_state"]}
@@ -96,21 +96,21 @@ def test_a_value_is_the_same_bit_for_bit_at_the_neutral_strength(kind):
     assert jax.tree.structure(other) == jax.tree.structure(value)
 
 
-OF_OPTIMIZERS = [kind for kind in kinds() if kind.site in set(remedies.HOOKS) - {"trained"}]
+OF_OPTIMIZERS = [kind for kind in remedy_kinds() if kind.site in set(remedies.HOOKS) - {"trained"}]
 
 
 @pytest.mark.parametrize("kind", OF_OPTIMIZERS, ids=lambda kind: kind.name)
 def test_a_neutral_remedy_leaves_updates_as_they_are(kind):
-    optimizer, series = ja.Optimizer(ja.Adam(), RATE, max_norm=2.0), noise(30, seed=15)
+    optimizer, series = ja.Optimizer(ja.Adam(), RATE, max_norm=2.0), random_gradients(30, seed=15)
     context = {"loss": np.linspace(3.0, 1.0, 30), "approximate_kl": np.linspace(0.0, 1.0, 30)}
-    plain = driven(optimizer, [], np.ones(SIZE), series, **context)
-    found = driven(optimizer, [kind(kind.neutral)], np.ones(SIZE), series, **context)
+    plain = run_updates(optimizer, [], np.ones(SIZE), series, **context)
+    found = run_updates(optimizer, [kind(kind.neutral)], np.ones(SIZE), series, **context)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6 * float(jnp.max(jnp.abs(other))))
 
 
 def same_as_plain(found, within):
-    plain = audited(small())
+    plain = audit_telemetry(small_learner())
     acted = set(found) - set(plain)
     assert set(plain) < set(found)
     assert not [name for name in acted if not name.startswith("acted_") or (found[name] != 0).any()]
@@ -121,22 +121,22 @@ def same_as_plain(found, within):
 
 def test_a_learner_with_neutral_remedies_trains_as_without():
     """Undisturbed, and where rate and gradient are disturbed, made NaN among others."""
-    same_as_plain(told(), within=1e-4)  # 1 - beta2 is rounded otherwise where betas are data
-    poison = lane(told(), "poisoned")
+    same_as_plain(remedied_telemetry(), within=1e-4)  # 1 - beta2 is rounded otherwise where betas are data
+    poison = lane_telemetry(remedied_telemetry(), "poisoned")
     assert np.isnan(poison["params"][ONSET:]).all()
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [kind.name for kind in kinds() if kind.apply])
+@pytest.mark.parametrize("name", [kind.name for kind in remedy_kinds() if kind.apply])
 def test_a_learner_with_one_neutral_remedy_trains_as_without(name):
     kind = registry.remedies[name]
-    if reason := remedy_misfit(kind, find_sites(small())):
+    if reason := remedy_misfit(kind, find_sites(small_learner())):
         pytest.skip(reason)
-    same_as_plain(audited(ja.remedied(small(), kind(kind.neutral))), within=1e-6)
+    same_as_plain(audit_telemetry(ja.remedied(small_learner(), kind(kind.neutral))), within=1e-6)
 
 
 def test_a_periodic_reset_replaces_parameters_and_moments_after_equal_parts_of_the_run():
-    found = lane(told(periodic_reset=4.0), "control")
+    found = lane_telemetry(remedied_telemetry(periodic_reset=4.0), "control")
     resets = np.array([1, 3, 5, 7])  # of ten steps
     np.testing.assert_array_equal(found["acted_periodic_reset"], np.isin(np.arange(STEPS), resets))
     np.testing.assert_array_equal(found["count"][resets], 0)
@@ -167,32 +167,32 @@ def test_learners_can_be_reset(learner):
 
 
 def test_what_a_learner_taps_but_does_not_use_is_given_its_strength():
-    found = lane(told(clip_higher=0.5, decoupled_lambda=0.7), "control")
-    close(found["bounds"], np.tile([0.2, 0.5], (STEPS, 1)))
-    close(found["lambda"], np.full(STEPS, 0.7))
+    found = lane_telemetry(remedied_telemetry(clip_higher=0.5, decoupled_lambda=0.7), "control")
+    assert_close(found["bounds"], np.tile([0.2, 0.5], (STEPS, 1)))
+    assert_close(found["lambda"], np.full(STEPS, 0.7))
 
 
 def test_the_entropy_bonus_follows_its_target():
     """By 0.005 a step, up while the entropy is below the target, and nothing while it is above."""
-    entropy = lane(told(), "control")["begin"][:, :3].sum(1)
+    entropy = lane_telemetry(remedied_telemetry(), "control")["begin"][:, :3].sum(1)
     target = float(np.median(entropy))
-    found, coefficient, expected = lane(told(adaptive_entropy=target), "control"), 0.0, []
+    found, coefficient, expected = lane_telemetry(remedied_telemetry(adaptive_entropy=target), "control"), 0.0, []
     np.testing.assert_array_equal(found["begin"][:, :3].sum(1), entropy)
     for latest in entropy:
         coefficient = min(1.0, max(0.0, coefficient + (0.005 if latest < target else -0.005)))
         expected.append(coefficient if latest <= target else 0.0)
-    close(found["weight"], expected)
+    assert_close(found["weight"], expected)
     assert 0 < np.count_nonzero(expected) < STEPS
 
 
 def test_a_guard_sees_the_disturbed_gradient():
     """Bad gradients are disturbances here, and the guard leaves their updates out."""
-    found = lane(told(nonfinite_skip=1.0, l2_init=0.1, weight_decay=0.1), "poisoned")
+    found = lane_telemetry(remedied_telemetry(nonfinite_skip=1.0, l2_init=0.1, weight_decay=0.1), "poisoned")
     skipped = np.zeros((STEPS, UPDATES), bool)
     skipped[WINDOW] = True
     np.testing.assert_array_equal(found["update_norm"] == 0, skipped)
     before = found["params"][ONSET - 1, -1]
-    np.testing.assert_array_equal(found["params"][WINDOW], np.broadcast_to(before, (OPEN, UPDATES, SIZE)))
+    np.testing.assert_array_equal(found["params"][WINDOW], np.broadcast_to(before, (DURATION, UPDATES, SIZE)))
     for name in ("mu", "nu", "count"):
         np.testing.assert_array_equal(
             found[name][WINDOW], np.broadcast_to(found[name][ONSET - 1], found[name][WINDOW].shape)
@@ -203,9 +203,9 @@ def test_a_guard_sees_the_disturbed_gradient():
 
 def test_a_penalty_is_added_before_a_gradient_is_disturbed_and_x_used_is_of_the_disturbance_alone():
     """The remedies change the gradient, too: L2 Init before, and AdaGC after the disturbance."""
-    found = told(l2_init=0.5, adagc=1.05)
-    assert (lane(found, "control")["used"] == 1).all()
-    pushed = lane(found, "pushed")
+    found = remedied_telemetry(l2_init=0.5, adagc=1.05)
+    assert (lane_telemetry(found, "control")["used"] == 1).all()
+    pushed = lane_telemetry(found, "pushed")
     push = np.concatenate([np.zeros(3), np.full(4, 2.0)])
     first = pushed["begin"][0]
     for step in range(STEPS):
@@ -214,7 +214,7 @@ def test_a_penalty_is_added_before_a_gradient_is_disturbed_and_x_used_is_of_the_
             with_penalty = pushed["gradient"][step, update] + 2 * 0.5 * (now - first)
             disturbed = with_penalty + push
             cosine = with_penalty @ disturbed / np.linalg.norm(with_penalty) / np.linalg.norm(disturbed)
-            opened = ONSET <= step < ONSET + OPEN
+            opened = ONSET <= step < ONSET + DURATION
             assert pushed["used"][step, update] == pytest.approx(cosine if opened else 1.0, abs=1e-4)
             norm = np.linalg.norm(disturbed if opened else with_penalty)
             assert pushed["gradient_norm"][step, update] == pytest.approx(min(1.0, norm), rel=1e-3), "clipped to 1"
@@ -246,12 +246,12 @@ STEERED = remedies.RemedyKind("steered", 1.0, "gradient", raised, neutral=0.0)
 
 
 def test_x_used_is_of_the_disturbance_alone_where_a_remedy_acts_at_the_gradient_itself():
-    found = lane(audited(ja.remedied(small(), STEERED(5.0))), "pushed")
+    found = lane_telemetry(audit_telemetry(ja.remedied(small_learner(), STEERED(5.0))), "pushed")
     helped = found["gradient"] + 5.0
     disturbed = helped + np.concatenate([np.zeros(3), np.full(4, 2.0)])
     norms = np.linalg.norm(helped, axis=-1) * np.linalg.norm(disturbed, axis=-1)
     cosine = (helped * disturbed).sum(-1) / norms
-    close(found["used"][WINDOW], cosine[WINDOW], rtol=1e-4)
+    assert_close(found["used"][WINDOW], cosine[WINDOW], rtol=1e-4)
     assert (found["used"][:ONSET] == 1).all()
 
 
@@ -329,14 +329,14 @@ def test_remedies_act_before_those_that_a_learner_has_already():
 def test_a_nested_learner_is_that_with_both_remedies_bit_for_bit():
     """Of remedies that act at different places."""
     one, other = remedies.l2_init(0.1), remedies.learning_rate_scale(0.5)
-    nested = audited(ja.remedied(ja.remedied(small(), one), other))
-    flat = audited(ja.remedied(small(), other, one))
+    nested = audit_telemetry(ja.remedied(ja.remedied(small_learner(), one), other))
+    flat = audit_telemetry(ja.remedied(small_learner(), other, one))
     for name, values in flat.items():
         np.testing.assert_array_equal(nested[name], values)
 
 
 def test_other_strengths_compile_nothing():
-    told()
+    remedied_telemetry()
     compilations = []
 
     def listen(event, seconds, **_):
@@ -345,19 +345,19 @@ def test_other_strengths_compile_nothing():
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        strong = audited(helped(**{kind.name: kind.strength for kind in fitting()}))
+        strong = audit_telemetry(with_fitting_remedies(**{kind.name: kind.strength for kind in fitting_kinds()}))
         assert not compilations
         jax.jit(lambda x: x * 4.75 + 3)(np.ones(11))
         assert compilations, "the listener hears compilations"
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-    assert helped(zclip=1.0) == helped(zclip=2.0)
-    assert not np.array_equal(strong["params"], told()["params"])
+    assert with_fitting_remedies(zclip=1.0) == with_fitting_remedies(zclip=2.0)
+    assert not np.array_equal(strong["params"], remedied_telemetry()["params"])
 
 
 def test_a_lane_that_is_lost_does_not_touch_another_ones_remedies():
     """One lane begins as NaN; the states of the other's remedies are the same bits as beside a healthy one."""
-    learner = helped(**{kind.name: kind.strength for kind in fitting()} | {"nonfinite_skip": 0.0})
+    learner = with_fitting_remedies(**{kind.name: kind.strength for kind in fitting_kinds()} | {"nonfinite_skip": 0.0})
     keys = jax.random.split(jax.random.key(3), 2)
 
     @jax.jit
@@ -377,7 +377,7 @@ def test_a_lane_that_is_lost_does_not_touch_another_ones_remedies():
     first = [jax.tree.map(lambda x: x[0], s) for s in (states, other)]
     assert bits(first[0]) == bits(first[1])
     assert np.isnan(other.learner[0]["actor"][1]).all()
-    kept = {kind.name for kind in fitting() if kind.keeps_state}
+    kept = {kind.name for kind in fitting_kinds() if kind.keeps_state}
     assert set(states.remedies) == kept
     assert {"l2_init", "zclip", "adagc", "spam", "six_sigma_skip", "target_kl_stop"} <= kept
     for name in kept - {"target_kl_stop"}:
@@ -437,11 +437,15 @@ def learner_of(step, **rest):
             (COUNTED(),),
             "'counted' keeps state, and the learner taps 'reward' in a loop that does not carry it",
         ),
-        (lambda: small(), (remedies.zclip(), remedies.zclip(2.0)), "remedy 'zclip' is there twice"),
-        (lambda: ja.remedied(small(), remedies.zclip()), (remedies.zclip(2.0),), "remedy 'zclip' is there twice"),
-        (lambda: small(), (remedies.zclip,), r"'zclip' is a kind of remedy; call it for a remedy: zclip\(\)"),
-        (lambda: small(), (0.3,), "remedied.. takes remedies, such as .*, not 0.3"),
-        (lambda: small(), (), "remedied.. needs at least one remedy"),
+        (lambda: small_learner(), (remedies.zclip(), remedies.zclip(2.0)), "remedy 'zclip' is there twice"),
+        (
+            lambda: ja.remedied(small_learner(), remedies.zclip()),
+            (remedies.zclip(2.0),),
+            "remedy 'zclip' is there twice",
+        ),
+        (lambda: small_learner(), (remedies.zclip,), r"'zclip' is a kind of remedy; call it for a remedy: zclip\(\)"),
+        (lambda: small_learner(), (0.3,), "remedied.. takes remedies, such as .*, not 0.3"),
+        (lambda: small_learner(), (), "remedied.. needs at least one remedy"),
         (lambda: tapping(), (remedies.zclip(),), "'zclip' acts on what a jaxaudit.Optimizer does"),
         (lambda: updated_by(optax.identity()), (remedies.periodic_reset(),), "does not hand over at the end of a step"),
         (
@@ -529,7 +533,7 @@ def test_a_channel_tells_in_what_share_of_its_applications_a_remedy_acted():
 
 def test_nested_remedies_are_counted_each_by_itself():
     rate = remedies.learning_rate_scale(0.5)
-    inner_first = ja.remedied(ja.remedied(small(), remedies.nonfinite_skip()), rate)
+    inner_first = ja.remedied(ja.remedied(small_learner(), remedies.nonfinite_skip()), rate)
     found = ja.audit(inner_first, [], seeds=1, steps=2).telemetry
     assert (found["acted_learning_rate_scale"].values == 1).all()
     assert (found["acted_nonfinite_skip"].values == 0).all()
@@ -537,7 +541,7 @@ def test_nested_remedies_are_counted_each_by_itself():
 
 def test_the_share_of_a_lane_counts_from_its_onset_on():
     """Resets after steps 1, 3, 5 and 7 of ten: two of the six steps from step 4 on, or one of four from step 6 on."""
-    learner = ja.remedied(small(), remedies.periodic_reset())
+    learner = ja.remedied(small_learner(), remedies.periodic_reset())
     for onset, share in ((4, 2 / 6), (5, 2 / 5), (6, 1 / 4)):
         lanes = ja.audit(learner, [ja.lr_spike(1.5, onset=onset, duration="end")], seeds=1, steps=STEPS).lanes
         np.testing.assert_allclose(lanes["acted_periodic_reset"], share)
@@ -551,7 +555,7 @@ def test_a_remedy_whose_actions_cannot_be_counted_has_no_channel():
 @pytest.mark.parametrize("nested", [False, True])
 def test_two_remedies_that_change_one_setting_are_refused(nested):
     def make(*chosen):
-        return ja.remedied(small(), *chosen)
+        return ja.remedied(small_learner(), *chosen)
 
     layers = remedies.setting(strength=1.0)
     first, second = layers(_more_entropy), layers(_less_entropy)
@@ -566,7 +570,7 @@ def test_two_remedies_that_change_one_setting_are_refused(nested):
 
 
 def test_a_remedy_that_acts_and_changes_a_setting_is_one_remedy():
-    plain = small(entropy_coefficient=0.0)
+    plain = small_learner(entropy_coefficient=0.0)
     one = ja.remedied(plain, remedies.adaptive_entropy())
     assert remedy_names(one) == ("adaptive_entropy",)
     assert remedy_names(ja.remedied(one, remedies.zclip())) == ("zclip", "adaptive_entropy")

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 import quadratic  # noqa: F401  registers the learner
-from probes import Probe
+from probe_tasks import ProbeTask
 
 import jaxaudit as ja
 from jaxaudit.cli import printing as listing
@@ -47,7 +47,7 @@ class Maze:
             raise ValueError(f"slippery must lie in [0, 1), not {self.slippery}")
 
     def make(self):
-        env = Probe(lambda action: action, True)
+        env = ProbeTask(lambda action: action, True)
         env.max_episode_steps = 8
         return env
 

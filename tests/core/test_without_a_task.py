@@ -2,7 +2,7 @@
 
 import pytest
 import taskless  # noqa: F401  # registers it
-from log_files import refusal
+from log_files import user_error
 
 from jaxaudit.cli.main import main
 from jaxaudit.spec.document import parse
@@ -40,8 +40,8 @@ def test_a_spec_needs_no_task_where_its_learner_takes_none(tmp_path, monkeypatch
 
 def test_a_task_that_is_missing_or_too_much_is_one_sentence():
     with_task = SPEC.replace("[learner]", '[task]\nkind = "registered"\nname = "CartPole-v1"\n[learner]')
-    assert refusal(lambda: parse(with_task)).endswith(
+    assert user_error(lambda: parse(with_task)).endswith(
         "the table [task] must be left out, because learner 'taskless' takes no task"
     )
     other = SPEC.replace('kind = "taskless"\nsize = 2', 'kind = "ppo"')
-    assert refusal(lambda: parse(other)).endswith("the table [task] is missing, which learner 'ppo' needs")
+    assert user_error(lambda: parse(other)).endswith("the table [task] is missing, which learner 'ppo' needs")

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 from quadratic import quadratic
-from small_runs import THREE, header
+from small_runs import THREE_MAGNITUDES, spec_header
 
 import jaxaudit as ja
 from jaxaudit.cli import main as cli
@@ -95,7 +95,7 @@ def test_speeds_are_lane_steps_per_second():
 @pytest.mark.exhaustive
 def test_a_run_records_it_and_is_replayed_by_it(tmp_path, monkeypatch):
     monkeypatch.setattr(choice, "_speed", lambda grid, *_: (2.0 if grid.program.execution == "map" else 1.0, 3))
-    text = header(audit='execution = "auto"') + THREE
+    text = spec_header(audit='execution = "auto"') + THREE_MAGNITUDES
     durable.run(parse(text), tmp_path / "run")
     recorded = Folder(tmp_path / "run").read_environment()
     assert recorded["lane_layout"]["execution"] == "map"
@@ -145,7 +145,7 @@ def test_cpus_measure_all_ways_however_many_lanes(monkeypatch, quick):
     assert len(choice.autotune(grid("auto"), 12)[1]) == 3
 
 
-MAPPED = header(audit='execution = "map"') + THREE
+MAPPED = spec_header(audit='execution = "map"') + THREE_MAGNITUDES
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from places import HELPERS
+from directories import HELPERS
 from quadratic import quadratic
-from small_runs import SPEC, THREE, header
+from small_runs import SPEC, THREE_MAGNITUDES, spec_header
 
 import jaxaudit as ja
 from jaxaudit.core.batches import as_json, from_json, layout
@@ -208,12 +208,12 @@ def test_a_spec_says_how_many_lanes():
     assert parse(SPEC).audit.lanes == "auto"
     assert 'lanes = "auto"' in parse(SPEC).to_toml()
     assert parse(SPEC).build().batch is None
-    spec = parse(header(audit="lanes = 4") + THREE)
+    spec = parse(spec_header(audit="lanes = 4") + THREE_MAGNITUDES)
     assert parse(spec.to_toml()) == spec
     assert spec.build().batch == 4
     for given, sentence in (("0", "lanes must be from 1 to"), ('"all"', 'lanes must be a whole number or "auto"')):
         with pytest.raises(UserError, match=rf"\[audit\]: {sentence}"):
-            parse(header(audit=f"lanes = {given}") + THREE)
+            parse(spec_header(audit=f"lanes = {given}") + THREE_MAGNITUDES)
 
 
 def _drifting(key, value, magnitude, state):

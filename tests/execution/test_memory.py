@@ -4,12 +4,12 @@ import json
 import subprocess
 import sys
 
-import head
 import jax
 import jax.numpy as jnp
+import matmul_memory
 import numpy as np
 import pytest
-import ring
+import ring_buffer_memory
 
 import jaxaudit as ja
 from jaxaudit.core.batches import layout
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.default_compilation
 MIB = 2**20
 
 
-LEARNER = ring.ring(None, 10_000)
+LEARNER = ring_buffer_memory.ring_buffer_learner(None, 10_000)
 
 
 def plan_on(devices):
@@ -45,7 +45,7 @@ def test_states_are_trained_in_place(devices):
         held.extend(engine.copies(phase, after))
         lanes = phase.width
         assert engine.program_bytes(phase) < 1.05 * lanes * engine.lane_bytes(phase)
-        assert engine.lane_bytes(phase) == 4 * (10_000 + 1) * ring.WIDTH
+        assert engine.lane_bytes(phase) == 4 * (10_000 + 1) * ring_buffer_memory.WIDTH
 
 
 def pointers(array):
@@ -75,7 +75,7 @@ def test_what_products_take_beside_the_plan_of_buffers():
 
     From jaxlib 0.11 on a product in bfloat16 has float32 sums besides.
     """
-    found = measured(head)
+    found = measured(matmul_memory)
     threads = 2 * MIB  # what the pool takes when it is first used
     assert 0.7 * found["workspace"] < found["extra"] < 1.02 * found["workspace"] + threads
     assert found["extra in bfloat16"] < 1.02 * found["workspace in bfloat16"] + threads
@@ -95,9 +95,9 @@ def measured(script, *arguments):
 @pytest.mark.exhaustive
 def test_the_plan_against_the_process():
     """Four lanes of 34 MiB, on two devices: of the plan, 32 MiB are a guess at what the libraries take."""
-    found = measured(ring, 200_000, 2, 2, '"auto"')
+    found = measured(ring_buffer_memory, 200_000, 2, 2, '"auto"')
     assert found["batches"] == "all lanes at a time"
-    assert found["lane"] == pytest.approx(200_000 * ring.WIDTH * 4, rel=0.01)
+    assert found["lane"] == pytest.approx(200_000 * ring_buffer_memory.WIDTH * 4, rel=0.01)
     assert abs(found["peak"] - found["expected"]) < 0.05 * found["expected"] + memory.LIBRARIES / 2
 
 
@@ -105,7 +105,7 @@ def test_the_plan_against_the_process():
 @pytest.mark.parametrize(("seeds", "devices", "lanes"), [(2, 1, '"auto"'), (2, 2, '"auto"'), (4, 1, 4)])
 def test_the_plan_for_a_million_transitions(seeds, devices, lanes):
     """Four lanes at a time of 168 MB, the buffer of HalfCheetah: within five percent."""
-    found = measured(ring, 1_000_000, seeds, devices, lanes)
+    found = measured(ring_buffer_memory, 1_000_000, seeds, devices, lanes)
     assert found["peak"] == pytest.approx(found["expected"], rel=0.05)
     assert 4 * 168e6 < found["expected"] < 6.5 * 168e6
 

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pandas as pd
 import pytest
-from places import EXPERIMENTS, HELPERS
+from directories import EXPERIMENTS, HELPERS
 from scipy import stats
 
 import jaxaudit as ja

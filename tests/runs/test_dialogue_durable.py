@@ -6,8 +6,8 @@ import signal
 import jax
 import numpy as np
 import pytest
-from hurry import in_a_hurry
-from small_runs import arrays, assert_same, chunks_done, killing
+from fast_compilation import fast_compilation_enabled
+from small_runs import assert_runs_equal, chunks_done, signal_at_chunk, stored_arrays
 
 import jaxaudit as ja
 from jaxaudit.analysis.run_reader import load
@@ -75,7 +75,7 @@ ROWS = ("shown_token", "shown_role", "shown_log_probability", "shown_reward")
 def as_here():
     """What a process runs first to compile as this one does, and to find what was compiled here."""
     cache = jax.config.jax_compilation_cache_dir
-    compile_so = f"import hurry, jax; hurry.compile_in_a_hurry({in_a_hurry()})"
+    compile_so = f"import fast_compilation, jax; fast_compilation.set_fast_compilation({fast_compilation_enabled()})"
     return f"{compile_so}; jax.config.update('jax_compilation_cache_dir', {cache!r})"
 
 
@@ -96,8 +96,8 @@ def runs(server, level, tmp_path_factory):
     spec = place / "spec.toml"
     spec.write_text(SPEC.replace("LEVEL", level))
     durable.run(load_spec(spec), place / "whole")
-    kill = killing(place / "run", signal.SIGKILL, chunk=KILLED)
-    killed = server("run", spec, "-o", place / "run", first=as_here(), watch=kill)
+    kill = signal_at_chunk(place / "run", signal.SIGKILL, chunk=KILLED)
+    killed = server("run", spec, "-o", place / "run", setup=as_here(), watch=kill)
     assert killed.code == -signal.SIGKILL, killed.err
     assert KILLED <= chunks_done(place / "run") < chunks_done(place / "whole")
     durable.resume(place / "run")
@@ -105,7 +105,7 @@ def runs(server, level, tmp_path_factory):
 
 
 def test_a_killed_run_goes_on_to_the_same_telemetry_and_checkpoints(runs, level):
-    assert_same(runs / "run", runs / "whole")
+    assert_runs_equal(runs / "run", runs / "whole")
     told = load(runs / "run").telemetry
     assert (set(ROWS) <= set(told.data_vars)) == (level == "full")
     control = told.sel(condition="control")
@@ -114,14 +114,14 @@ def test_a_killed_run_goes_on_to_the_same_telemetry_and_checkpoints(runs, level)
         assert not np.array_equal(lane["params_norm"], control["params_norm"]), condition
 
 
-def test_it_is_replayed_and_forked_from_its_folder(runs, here):
+def test_it_is_replayed_and_forked_from_its_folder(runs, run_cli):
     """In part, and at the same width: bit for bit."""
-    done = here("replay", runs / "run", "--seed", "1", "--condition", "sync_interval 3")
+    done = run_cli("replay", runs / "run", "--seed", "1", "--condition", "sync_interval 3")
     assert done.code == 0, done.out
     assert done.out.startswith("bitwise equal: 1 lanes, 6 lane steps\n")
-    done = here("fork", runs / "run", runs / "spec.toml", "-o", runs / "fork")
+    done = run_cli("fork", runs / "run", runs / "spec.toml", "-o", runs / "fork")
     assert done.code == 0, done.err
-    ours, theirs = arrays(runs / "fork"), arrays(runs / "run")
+    ours, theirs = stored_arrays(runs / "fork"), stored_arrays(runs / "run")
     assert [name for name in theirs if not name.startswith("chunk") and ours[name] != theirs[name]] == []
 
 

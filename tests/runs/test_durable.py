@@ -20,17 +20,17 @@ import numpy as np
 import pytest
 from small_runs import (
     CHUNKS,
-    FEW,
+    SHORT_SPEC,
     SPEC,
-    THREE,
-    arrays,
-    assert_same,
+    THREE_MAGNITUDES,
+    assert_runs_equal,
     chunks_done,
-    flip,
-    header,
-    kill_through,
-    killing,
-    one_sentence,
+    error_sentence,
+    flip_byte,
+    run_through_kills,
+    signal_at_chunk,
+    spec_header,
+    stored_arrays,
 )
 
 from jaxaudit.core.batches import Batch
@@ -47,13 +47,13 @@ from jaxaudit.spec.document import parse
 pytestmark = [pytest.mark.long, pytest.mark.default_compilation]
 
 EARLY, LATE = 6, CHUNKS - 2
-BATCHES = header(audit="lanes = 2") + THREE
+BATCHES = spec_header(audit="lanes = 2") + THREE_MAGNITUDES
 
 TRAINING = """kind = "ppo"
 num_envs = 2
 rollout_length = 32"""
 PPO = (
-    header(seeds=2, steps=40, learner=TRAINING)
+    spec_header(seeds=2, steps=40, learner=TRAINING)
     + """[run]
 chunk = 1
 checkpoint_every = 1
@@ -101,10 +101,10 @@ def stopped(runs, tmp_path):
 
 @pytest.mark.parametrize("kills", [7, pytest.param(20, marks=pytest.mark.slow)])
 def test_killed_at_many_instants(kills, server, reference, tmp_path):
-    folder, landed = kill_through(server, tmp_path, SPEC, CHUNKS, kills)
+    folder, landed = run_through_kills(server, tmp_path, SPEC, CHUNKS, kills)
     assert len(landed) >= kills - 2
     assert len(set(landed)) >= (kills + 1) // 2  # a chunk may be done before its kill comes
-    assert_same(folder, reference)
+    assert_runs_equal(folder, reference)
 
 
 @pytest.mark.exhaustive
@@ -118,27 +118,27 @@ def test_of_several_starts_at_once_one_goes_on(command, server, runs, reference,
         (tmp_path / "spec.toml").write_text(SPEC)
         argv = ("run", tmp_path / "spec.toml", "-o", folder)
     draw = random.Random(1)
-    ends = server.together(*argv, waits=[draw.uniform(0, 1.0) for _ in range(5)])
+    ends = server.run_concurrently(*argv, delays=[draw.uniform(0, 1.0) for _ in range(5)])
     assert sorted(done.code for done in ends) == [0, 2, 2, 2, 2]
     for done in ends:
         if done.code:
-            words = one_sentence(done, 2)
+            words = error_sentence(done, 2)
             assert any(known in words for known in ("another process is at work", "not empty", "already finished"))
-    assert_same(folder, reference)
+    assert_runs_equal(folder, reference)
 
 
 @pytest.mark.parametrize(
     "kills", [pytest.param(4, marks=pytest.mark.exhaustive), pytest.param(7, marks=pytest.mark.slow)]
 )
-def test_killed_in_batches(kills, server, here, tmp_path):
+def test_killed_in_batches(kills, server, run_cli, tmp_path):
     """Two batches of the baseline, six of the fork group."""
     (tmp_path / "spec.toml").write_text(BATCHES)
-    done = here("run", tmp_path / "spec.toml", "-o", tmp_path / "whole")
+    done = run_cli("run", tmp_path / "spec.toml", "-o", tmp_path / "whole")
     assert done.code == 0, done.err
     assert "2 lanes at a time" in done.err
-    folder, landed = kill_through(server, tmp_path, BATCHES, 2 * 5 + 6 * 3, kills)
+    folder, landed = run_through_kills(server, tmp_path, BATCHES, 2 * 5 + 6 * 3, kills)
     assert len(set(landed)) >= kills - 2
-    assert_same(folder, tmp_path / "whole")
+    assert_runs_equal(folder, tmp_path / "whole")
     names = {path.name for path in (folder / "checkpoints").iterdir() if path.name.startswith("onset")}
     assert names == {"onset-00000010", "onset-00000010-0001"}
 
@@ -148,8 +148,8 @@ def test_ppo_killed(server, tmp_path):
     (tmp_path / "spec.toml").write_text(PPO)
     done = server("run", tmp_path / "spec.toml", "-o", tmp_path / "whole")
     assert done.code == 0, done.err
-    folder, _ = kill_through(server, tmp_path, PPO, 14 + 30, kills=7)
-    assert_same(folder, tmp_path / "whole")
+    folder, _ = run_through_kills(server, tmp_path, PPO, 14 + 30, kills=7)
+    assert_runs_equal(folder, tmp_path / "whole")
 
 
 def truncate(path):
@@ -167,17 +167,17 @@ def undigest(path):
 
 
 DAMAGES = {
-    "flipped": ([-1], [flip], ["going back"]),
+    "flipped": ([-1], [flip_byte], ["going back"]),
     "truncated": ([-1], [truncate], ["going back"]),
     "a file deleted": ([-1], [delete], ["going back"]),
     "another digest": ([-1], [undigest], ["going back"]),
     "empty": ([-1], [lambda path: [shutil.rmtree(path), path.mkdir()]], ["going back"]),
-    "both": ([-1, -2], [flip, delete], ["going back", "going back"]),
-    "the onset": (["onset-00000010"], [flip], ["training it again"]),
+    "both": ([-1, -2], [flip_byte, delete], ["going back", "going back"]),
+    "the onset": (["onset-00000010"], [flip_byte], ["training it again"]),
     "an onset gone": (["onset-00000005"], [shutil.rmtree], ["training it again"]),
     "everything": (
         [-1, -2, "onset-00000005", "onset-00000010"],
-        [flip] * 4,
+        [flip_byte] * 4,
         ["training it again"] * 2 + ["going back"] * 2,
     ),
 }
@@ -189,42 +189,42 @@ RARE_DAMAGES = ("another digest", "empty", "both", "an onset gone")
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.exhaustive if case in RARE_DAMAGES else ()) for case in DAMAGES]
 )
-def test_damaged_checkpoints(case, here, stopped, reference):
+def test_damaged_checkpoints(case, run_cli, stopped, reference):
     which, how, words = DAMAGES[case]
     chunks = sorted(stopped.glob("batches/*/*/state-*"))
     for one, damage in zip(which, how, strict=True):
         damage(chunks[one] if isinstance(one, int) else stopped / "checkpoints" / one)
-    done = here("resume", stopped)
+    done = run_cli("resume", stopped)
     assert done.code == 0, done.err
     notes = [line for line in done.err.splitlines() if line.startswith("note: ")]
     assert len(notes) == len(words), done.err
     assert all(word in note for word, note in zip(words, notes, strict=True))
-    assert_same(stopped, reference)
+    assert_runs_equal(stopped, reference)
 
 
 @pytest.mark.exhaustive
-def test_killed_while_an_onset_is_trained_again(server, here, stopped, reference):
-    flip(stopped / "checkpoints" / "onset-00000010")
-    kill = killing(stopped, signal.SIGKILL, chunk=0, wait=2.0)
+def test_killed_while_an_onset_is_trained_again(server, run_cli, stopped, reference):
+    flip_byte(stopped / "checkpoints" / "onset-00000010")
+    kill = signal_at_chunk(stopped, signal.SIGKILL, chunk=0, wait=2.0)
     server("resume", stopped, watch=kill)
-    done = here("resume", stopped)
+    done = run_cli("resume", stopped)
     assert done.code in (0, 2), done.err
-    assert_same(stopped, reference)
+    assert_runs_equal(stopped, reference)
 
 
 def test_the_sentence_is_the_last_word(server, tmp_path):
     first = "import atexit, os; atexit.register(os.write, 2, b'RuntimeError: Event loop is closed')"
-    one_sentence(server("resume", tmp_path / "nothing", first=first), 2, "nothing")
+    error_sentence(server("resume", tmp_path / "nothing", setup=first), 2, "nothing")
 
 
 def quota(size):
     return f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))"
 
 
-def test_a_limit_on_file_size(server, here, stopped, reference):
-    one_sentence(server("resume", stopped, first=quota(600)), 1, "full", "jaxaudit resume")
-    assert here("resume", stopped).code == 0
-    assert_same(stopped, reference)
+def test_a_limit_on_file_size(server, run_cli, stopped, reference):
+    error_sentence(server("resume", stopped, setup=quota(600)), 1, "full", "jaxaudit resume")
+    assert run_cli("resume", stopped).code == 0
+    assert_runs_equal(stopped, reference)
 
 
 @pytest.fixture
@@ -240,17 +240,17 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.parametrize("free", [0, *(pytest.param(free, marks=pytest.mark.slow) for free in (8, 100))])
-def test_a_full_disk(free, server, here, runs, reference, small_disk):
+def test_a_full_disk(free, server, run_cli, runs, reference, small_disk):
     """With so many KiB free when training goes on."""
     folder = shutil.copytree(runs / str(EARLY), small_disk / "run")
     filler = small_disk / "filler"
     left = shutil.disk_usage(small_disk).free - free * 1024
     filler.write_bytes(bytes(max(0, left)))
-    one_sentence(server("resume", folder), 1, "the disk is full; with more space, go on with: jaxaudit resume")
+    error_sentence(server("resume", folder), 1, "the disk is full; with more space, go on with: jaxaudit resume")
     filler.unlink()
-    done = here("resume", folder)
+    done = run_cli("resume", folder)
     assert done.code == 0, done.err
-    assert_same(folder, reference)
+    assert_runs_equal(folder, reference)
 
 
 def of_process():
@@ -259,10 +259,10 @@ def of_process():
     return threading.excepthook, sys.unraisablehook, sys.excepthook, loggers, list(warnings.filters)
 
 
-def test_half_written_checkpoints_are_swept(here, stopped, reference):
+def test_half_written_checkpoints_are_swept(run_cli, stopped, reference):
     (stopped / "checkpoints" / ".unfinished-onset-00000010-0001").mkdir()
-    assert here("resume", stopped).code == 0
-    assert_same(stopped, reference)
+    assert run_cli("resume", stopped).code == 0
+    assert_runs_equal(stopped, reference)
 
 
 def test_a_save_leaves_alone_what_is_the_whole_process(tmp_path):
@@ -337,11 +337,11 @@ def test_of_large_pieces_one_at_a_time_is_in_memory(tmp_path, monkeypatch):
     assert len(circles) == 3
 
 
-def test_too_full_to_begin(here, small_disk, tmp_path):
+def test_too_full_to_begin(run_cli, small_disk, tmp_path):
     (tmp_path / "spec.toml").write_text(SPEC)
     left = shutil.disk_usage(small_disk).free
     (small_disk / "filler").write_bytes(bytes(left - 20 * 1024))
-    one_sentence(here("run", tmp_path / "spec.toml", "-o", small_disk / "a" / "run"), 2, "cannot make the folder")
+    error_sentence(run_cli("run", tmp_path / "spec.toml", "-o", small_disk / "a" / "run"), 2, "cannot make the folder")
     assert [p.name for p in small_disk.iterdir()] == ["filler"]
 
 
@@ -370,67 +370,67 @@ def test_states_are_kept_as_often_as_takes_a_twentieth_of_the_time(save, chunk, 
 
 
 @pytest.mark.parametrize("place", ["file/run", "file", "/proc/run", "x" * 300])
-def test_an_impossible_folder(place, here, tmp_path):
+def test_an_impossible_folder(place, run_cli, tmp_path):
     (tmp_path / "spec.toml").write_text(SPEC)
     (tmp_path / "file").write_text("mine")
-    one_sentence(here("run", tmp_path / "spec.toml", "-o", tmp_path / place), 2, Path(place).name)
+    error_sentence(run_cli("run", tmp_path / "spec.toml", "-o", tmp_path / place), 2, Path(place).name)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "spec.toml"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_one_may_not_write(here, tmp_path):
+def test_a_folder_one_may_not_write(run_cli, tmp_path):
     (tmp_path / "spec.toml").write_text(SPEC)
     (tmp_path / "shut").mkdir(mode=0o500)
-    one_sentence(here("run", tmp_path / "spec.toml", "-o", tmp_path / "shut" / "run"), 2, "Permission denied")
+    error_sentence(run_cli("run", tmp_path / "spec.toml", "-o", tmp_path / "shut" / "run"), 2, "Permission denied")
     assert not any((tmp_path / "shut").iterdir())
 
 
-def test_what_a_killed_start_left_is_no_obstacle(here, tmp_path, monkeypatch):
+def test_what_a_killed_start_left_is_no_obstacle(run_cli, tmp_path, monkeypatch):
     (tmp_path / "spec.toml").write_text(SPEC)
     folder = tmp_path / "run"
     Folder(folder).make(jaxaudit="0")
     (folder / ".unfinished-spec.toml").write_text("[aud")
     (folder / "telemetry.zarr").mkdir()
     monkeypatch.setattr(durable, "_execute", lambda *arguments: None)
-    assert here("run", tmp_path / "spec.toml", "-o", folder).code == 0
+    assert run_cli("run", tmp_path / "spec.toml", "-o", folder).code == 0
     assert (folder / "spec.toml").exists()
 
 
 @pytest.mark.parametrize("mine", ["notes.txt", "environment.json", "checkpoints", "telemetry.zarr"])
-def test_what_a_user_left_is_an_obstacle(mine, here, tmp_path):
+def test_what_a_user_left_is_an_obstacle(mine, run_cli, tmp_path):
     (tmp_path / "spec.toml").write_text(SPEC)
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / mine).write_text("{}")
-    one_sentence(here("run", tmp_path / "spec.toml", "-o", folder), 2, "exists and is not empty")
+    error_sentence(run_cli("run", tmp_path / "spec.toml", "-o", folder), 2, "exists and is not empty")
     assert [(p.name, p.read_text()) for p in folder.iterdir()] == [(mine, "{}")]
 
 
-def test_ctrl_c(server, here, reference, tmp_path):
+def test_ctrl_c(server, run_cli, reference, tmp_path):
     folder = tmp_path / "run"
     (tmp_path / "spec.toml").write_text(SPEC)
-    kill = killing(folder, signal.SIGINT, chunk=7)
+    kill = signal_at_chunk(folder, signal.SIGINT, chunk=7)
     done = server("run", tmp_path / "spec.toml", "-o", folder, watch=kill)
-    last = one_sentence(done, 130, f"of {CHUNKS} chunks; go on with: jaxaudit resume {folder}")
+    last = error_sentence(done, 130, f"of {CHUNKS} chunks; go on with: jaxaudit resume {folder}")
     assert "stopping after this chunk" in done.err
     environment = Folder(folder).read_environment()
     assert environment["status"] == "interrupted"
     assert int(last.split()[3]) >= 7
-    assert here("resume", folder).code == 0
-    assert_same(folder, reference)
+    assert run_cli("resume", folder).code == 0
+    assert_runs_equal(folder, reference)
     assert Folder(folder).read_environment()["wall_seconds"] > environment["wall_seconds"]
 
 
-def test_ctrl_c_keeps_what_was_trained_however_seldom_states_are_kept(server, here, reference, tmp_path):
+def test_ctrl_c_keeps_what_was_trained_however_seldom_states_are_kept(server, run_cli, reference, tmp_path):
     folder = tmp_path / "run"
     (tmp_path / "spec.toml").write_text(SPEC.replace("checkpoint_every = 1", "checkpoint_every = 1000"))
-    kill = killing(folder, signal.SIGINT, chunk=9)  # among forks, whose states are nobody's onset
+    kill = signal_at_chunk(folder, signal.SIGINT, chunk=9)  # among forks, whose states are nobody's onset
     done = server("run", tmp_path / "spec.toml", "-o", folder, watch=kill)
-    stopped = one_sentence(done, 130, f"of {CHUNKS} chunks").partition("stopped after ")[2].partition(";")[0]
-    done = here("resume", folder)
+    stopped = error_sentence(done, 130, f"of {CHUNKS} chunks").partition("stopped after ")[2].partition(";")[0]
+    done = run_cli("resume", folder)
     assert done.code == 0
     assert f"going on after {stopped}" in done.err
-    assert arrays(folder) == arrays(reference)
+    assert stored_arrays(folder) == stored_arrays(reference)
 
 
 SLEEPY = """
@@ -448,22 +448,22 @@ program.lane_step = sleepy
 
 
 @pytest.mark.exhaustive
-def test_ctrl_c_twice_stops_at_once(server, here, tmp_path):
+def test_ctrl_c_twice_stops_at_once(server, run_cli, tmp_path):
     """Even while a step of a minute is in flight, in a host callback."""
     folder = tmp_path / "run"
-    (tmp_path / "spec.toml").write_text(FEW)
-    kill = killing(folder, signal.SIGINT, signal.SIGINT, chunk=2, wait=0.5)
+    (tmp_path / "spec.toml").write_text(SHORT_SPEC)
+    kill = signal_at_chunk(folder, signal.SIGINT, signal.SIGINT, chunk=2, wait=0.5)
     sent = []
 
     def watch(pid):
         kill(pid)
         sent.append(time.monotonic())
 
-    done = server("run", tmp_path / "spec.toml", "-o", folder, watch=watch, first=SLEEPY)
+    done = server("run", tmp_path / "spec.toml", "-o", folder, watch=watch, setup=SLEEPY)
     assert time.monotonic() - sent[0] < 30
-    one_sentence(done, 130, f"stopped at once; go on with: jaxaudit resume {folder}")
+    error_sentence(done, 130, f"stopped at once; go on with: jaxaudit resume {folder}")
     assert chunks_done(folder) == 2
-    assert here("resume", folder).code == 0
+    assert run_cli("resume", folder).code == 0
 
 
 def test_ctrl_c_in_the_midst_of_garbage_collection_is_not_lost():
@@ -489,20 +489,20 @@ def test_ctrl_c_in_the_midst_of_garbage_collection_is_not_lost():
 
 def test_ctrl_c_before_anything_is_there(server, tmp_path):
     (tmp_path / "spec.toml").write_text(SPEC)
-    watch = killing(tmp_path / "run", signal.SIGINT, chunk=-1, wait=0.3)
+    watch = signal_at_chunk(tmp_path / "run", signal.SIGINT, chunk=-1, wait=0.3)
     done = server("run", tmp_path / "spec.toml", "-o", tmp_path / "run", watch=watch)
-    one_sentence(done, 130, "stopped")
+    error_sentence(done, 130, "stopped")
 
 
-def test_two_processes_on_one_run(server, here, stopped, reference):
+def test_two_processes_on_one_run(server, run_cli, stopped, reference):
     with Folder(stopped).locked():
         environment = Folder(stopped).environment.read_text()
         Folder(stopped).update_environment(python="2.7")
-        one_sentence(server("resume", stopped), 2, "another process is at work")
+        error_sentence(server("resume", stopped), 2, "another process is at work")
         assert "resumed_with" not in Folder(stopped).read_environment()
         Folder(stopped).environment.write_text(environment)
-    assert here("resume", stopped).code == 0
-    assert_same(stopped, reference)
+    assert run_cli("resume", stopped).code == 0
+    assert_runs_equal(stopped, reference)
 
 
 def test_a_run_that_begins_is_no_leftover_to_another(server, tmp_path):
@@ -510,18 +510,18 @@ def test_a_run_that_begins_is_no_leftover_to_another(server, tmp_path):
     folder = tmp_path / "run"
     Folder(folder).make(jaxaudit="0")
     with Folder(folder).locked():
-        one_sentence(server("run", tmp_path / "spec.toml", "-o", folder), 2, "another process is at work")
+        error_sentence(server("run", tmp_path / "spec.toml", "-o", folder), 2, "another process is at work")
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "environment.json"]
 
 
-def test_resumed_on_something_else(here, stopped, reference):
+def test_resumed_on_something_else(run_cli, stopped, reference):
     store = Folder(stopped)
     store.update_environment(python="2.7")
-    done = here("resume", stopped)
+    done = run_cli("resume", stopped)
     assert done.code == 0
     assert "note: python was 2.7 and is" in done.err
     assert list(store.read_environment()["resumed_with"]) == ["python"]
-    assert_same(stopped, reference)
+    assert_runs_equal(stopped, reference)
 
 
 @pytest.mark.parametrize(
@@ -529,7 +529,7 @@ def test_resumed_on_something_else(here, stopped, reference):
 )
 def test_resumed_on_other_devices(devices, server, stopped):
     other = f"import jax; jax.config.update('jax_num_cpu_devices', {devices})"
-    done = server("resume", stopped, first=other)
+    done = server("resume", stopped, setup=other)
     assert done.code == 0, done.err
     assert ("note: devices was 2 and is 1" in done.err) == (devices == "1")
     assert "going on after" in done.err
@@ -538,14 +538,14 @@ def test_resumed_on_other_devices(devices, server, stopped):
     assert ("devices, when it was resumed: 1" in replayed.out) == (devices == "1")
 
 
-def test_a_run_without_its_telemetry(here, stopped):
+def test_a_run_without_its_telemetry(run_cli, stopped):
     shutil.rmtree(stopped / "telemetry.zarr")
-    one_sentence(here("resume", stopped), 2, "has lost its telemetry.zarr")
+    error_sentence(run_cli("resume", stopped), 2, "has lost its telemetry.zarr")
 
 
-def test_a_damaged_environment(here, stopped):
+def test_a_damaged_environment(run_cli, stopped):
     (stopped / "environment.json").write_text("{")
-    one_sentence(here("resume", stopped), 2, "environment.json is damaged")
+    error_sentence(run_cli("resume", stopped), 2, "environment.json is damaged")
 
 
 def test_refused_before_anything_is_compiled(monkeypatch, tmp_path):

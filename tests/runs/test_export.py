@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from refusals import refusal
-from small_runs import header
+from cli_errors import cli_error
+from small_runs import spec_header
 
 import jaxaudit as ja
 from jaxaudit.analysis.run_reader import load
@@ -74,12 +74,12 @@ def place(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def run(place, here):
+def run(place, run_cli):
     """Runs a spec in the current folder, and gives its telemetry."""
 
     def done(spec):
         (place / "spec.toml").write_text(spec)
-        ran = here("run", "spec.toml", "-o", "run")
+        ran = run_cli("run", "spec.toml", "-o", "run")
         assert ran.code == 0, ran.err
         return load(place / "run").telemetry
 
@@ -126,13 +126,13 @@ def test_a_policy_as_its_learner_saves_it(place, rank):
 
 
 @pytest.mark.slow
-def test_a_policy_with_adapters(run, here):
+def test_a_policy_with_adapters(run, run_cli):
     gpt2_checkpoint.save("start", moved(gpt2.init_params(MODEL, jax.random.key(0))), MODEL)
     telemetry = run(ADAPTED).isel(step=-1)
     roles = telemetry["shown_role"].attrs["words"]
     gaps = np.zeros((len(LANES), len(LANES)))
     for place, (seed, condition) in enumerate(LANES):
-        out = exported(here, seed, condition)
+        out = exported(run_cli, seed, condition)
         params = gpt2_checkpoint.load(out, MODEL)
         for other, lane in enumerate(LANES):
             shown = telemetry.sel(seed=lane[0]).isel(condition=list(telemetry["condition"].values).index(lane[1]))
@@ -146,7 +146,7 @@ def test_a_policy_with_adapters(run, here):
 
 
 @pytest.mark.exhaustive
-def test_a_language_model(run, here, monkeypatch):
+def test_a_language_model(run, run_cli, monkeypatch):
     """Whose lanes come off the devices one by one, as large ones do."""
     telemetry = run(PLAIN).isel(step=-1)
     monkeypatch.setattr(engine, "PIECE", 1)
@@ -154,7 +154,7 @@ def test_a_language_model(run, here, monkeypatch):
     model = gpt2.GPT2(257, 16, gpt2.SIZES["micro"])
     found = []
     for seed, condition in LANES:
-        logs = log_softmax(model, gpt2_checkpoint.load(exported(here, seed, condition), model), tokens[:, :-1])
+        logs = log_softmax(model, gpt2_checkpoint.load(exported(run_cli, seed, condition), model), tokens[:, :-1])
         found.append(np.take_along_axis(logs, tokens[:, 1:, None], -1).mean())
         lane = telemetry.sel(seed=seed).isel(condition=list(telemetry["condition"].values).index(condition))
         np.testing.assert_allclose(found[-1], lane["performance"], rtol=1e-5)
@@ -162,5 +162,5 @@ def test_a_language_model(run, here, monkeypatch):
 
 
 def test_refusals(run, capsys):
-    run(header(seeds=1, steps=4))
-    assert "learner 'quadratic' has nothing to export" in refusal(capsys, "export", "run", "-o", "policy")
+    run(spec_header(seeds=1, steps=4))
+    assert "learner 'quadratic' has nothing to export" in cli_error(capsys, "export", "run", "-o", "policy")

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from refusals import refusal
+from cli_errors import cli_error
 from server import Server
-from small_runs import header
-from worker_runs import Calls
+from small_runs import spec_header
+from worker_runs import InProcessBackend
 
 import jaxaudit as ja
 from jaxaudit.cli import main as cli
@@ -26,7 +26,7 @@ from jaxaudit.runs.run_folder import Folder
 from jaxaudit.spec.document import parse
 
 SPEC = (
-    header(seeds=6, steps=40, learner='kind = "quadratic"\nadam = false')
+    spec_header(seeds=6, steps=40, learner='kind = "quadratic"\nadam = false')
     + """[run]
 chunk = 10
 [[perturbation]]
@@ -118,24 +118,24 @@ def test_a_search_that_kept_auto_is_one_with_the_physics_its_devices_had(finishe
     capsys.readouterr()
     told["environment"]["device_kind"] = "NVIDIA H200"
     kept.write_text(json.dumps(told))
-    assert "run/margins holds a search with another spec" in refusal(capsys, "margin", "run")
+    assert "run/margins holds a search with another spec" in cli_error(capsys, "margin", "run")
 
 
 @pytest.mark.exhaustive
 def test_workers_find_what_one_process_finds(run, monkeypatch):
-    backend = Calls()
-    monkeypatch.setattr(folder, "open_backend", backend.opened)
+    backend = InProcessBackend()
+    monkeypatch.setattr(folder, "open_backend", backend.open_backend)
     monkeypatch.setattr(cli, "use_cpu_only", lambda: None)
     assert cli.main(["margin", "run", "--on", "local", "-o", "theirs"]) == 0
-    lanes, pools = backend.made[0], backend.made[1:]
+    lanes, pools = backend.submitted[0], backend.submitted[1:]
     assert lanes[1]["settings"]["lanes"] == 9, "half of 6 seeds x 3 perturbations for each worker"
     assert {call.rpartition(":")[2] for call, _ in pools} == {"collapse_times_of"}
     assert cli.main(["margin", "run", "--lanes", "9", "-o", "ours"]) == 0
     for name in ("outcomes.csv", "margins.csv"):
         assert Path("theirs", name).read_bytes() == Path("ours", name).read_bytes()
-    count = len(backend.made)
+    count = len(backend.submitted)
     assert cli.main(["margin", "run", "--on", "local", "-o", "theirs"]) == 0
-    assert len(backend.made) == count, "nothing is left to train"
+    assert len(backend.submitted) == count, "nothing is left to train"
 
 
 @pytest.mark.parametrize("stop", [1, 4, 9, 16])
@@ -220,7 +220,7 @@ def test_wrong_input(case, finished, run, capsys):
     if argv[-1] == "damaged":
         shutil.copytree(finished / "searched/margins", "damaged")
         Path("damaged/outcomes.csv").write_text("round,perturbation\n1,2\n")
-    assert words in refusal(capsys, "margin", *argv)
+    assert words in cli_error(capsys, "margin", *argv)
 
 
 @pytest.mark.slow

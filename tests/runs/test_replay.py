@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import zarr
-from small_runs import FEW, SPEC, arrays, assert_same, flip, one_sentence
+from small_runs import SHORT_SPEC, SPEC, assert_runs_equal, error_sentence, flip_byte, stored_arrays
 
 from jaxaudit.analysis import datasets
 from jaxaudit.core.batches import layout
@@ -123,7 +123,7 @@ def test_another_environment_is_told(copied, capsys):
 
 
 def test_a_damaged_onset_cannot_be_replayed(copied):
-    flip(copied / "checkpoints" / "onset-00000010")
+    flip_byte(copied / "checkpoints" / "onset-00000010")
     assert replay(copied, condition="1").equal
     with pytest.raises(UserError, match="onset-00000010 is damaged"):
         replay(copied, condition="6")
@@ -134,7 +134,7 @@ def test_a_fork_computes_its_suffixes_alone(copied, counted, tmp_path):
     out = tmp_path / "fork"
     durable.fork(copied, parse(SPEC), out)
     assert sum(counted) == 12 * 15 + 12 * 10
-    ours, theirs = arrays(out), arrays(copied)
+    ours, theirs = stored_arrays(out), stored_arrays(copied)
     channels = [name for name in theirs if not name.startswith("chunk")]
     assert [name for name in channels if ours[name] != theirs[name]] == []
     for name in ("metrics.csv", "summary.csv"):
@@ -176,7 +176,7 @@ def test_a_fork_stands_alone(copied, tmp_path, monkeypatch):
     shutil.rmtree(copied)
     (tmp_path / "fork").rename(tmp_path / "moved")
     durable.resume(tmp_path / "moved")
-    assert_same(tmp_path / "moved", tmp_path / "whole")
+    assert_runs_equal(tmp_path / "moved", tmp_path / "whole")
     assert replay(tmp_path / "moved").equal
     durable.fork(tmp_path / "moved", parse(ONE), tmp_path / "again")
     assert replay(tmp_path / "again").equal
@@ -186,7 +186,7 @@ def free_memory(monkeypatch, lanes):
     """Lets so many lanes of FEW be in memory at a time, and hardly a byte more; None: all."""
     free = None
     if lanes:
-        grid = replace(parse(FEW).build(), batch=lanes)
+        grid = replace(parse(SHORT_SPEC).build(), batch=lanes)
         free = int(memory.needs(Engine(grid, 4), layout(grid)).total / memory.SHARE) + 1
     monkeypatch.setattr(memory, "available_memory", lambda devices: free)
 
@@ -195,21 +195,21 @@ def free_memory(monkeypatch, lanes):
 def test_batches_are_as_they_were_whatever_memory_there_is_now(tmp_path, monkeypatch):
     """The size found is the run's for good: for its replay, and for what is left of it after a stop."""
     free_memory(monkeypatch, 2)
-    durable.run(parse(FEW), tmp_path / "run")
+    durable.run(parse(SHORT_SPEC), tmp_path / "run")
     recorded = Folder(tmp_path / "run").read_environment()["lane_layout"]
     assert (recorded["lanes"], recorded["widths"]) == (2, [2])
     with monkeypatch.context() as patch:
         patch.setattr(durable, "_execute", lambda *arguments: None)
-        durable.run(parse(FEW), tmp_path / "begun")
+        durable.run(parse(SHORT_SPEC), tmp_path / "begun")
     free_memory(monkeypatch, None)
     durable.resume(tmp_path / "begun")
-    assert_same(tmp_path / "begun", tmp_path / "run")
+    assert_runs_equal(tmp_path / "begun", tmp_path / "run")
     replayed = replay(tmp_path / "run")
     assert replayed.equal
     assert replayed.differences == ()
     one = replay(tmp_path / "run", seed=1, condition="3")
     assert (one.equal, one.lanes, one.steps) == (True, 1, 10)
-    durable.fork(tmp_path / "run", parse(FEW), tmp_path / "fork")
+    durable.fork(tmp_path / "run", parse(SHORT_SPEC), tmp_path / "fork")
     assert Folder(tmp_path / "fork").read_environment()["lane_layout"]["lanes"] == 12
     batches, whole = (Folder(tmp_path / name).read_telemetry() for name in ("run", "fork"))
     np.testing.assert_allclose(batches["performance"], whole["performance"], rtol=1e-5)
@@ -217,7 +217,7 @@ def test_batches_are_as_they_were_whatever_memory_there_is_now(tmp_path, monkeyp
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "onset-00000010-0001")
     assert replay(tmp_path / "run", condition="0", seed=0).equal
     with pytest.raises(UserError, match=r"onset-00000010 is without the seeds at positions \[2\], so nothing can be"):
-        durable.fork(tmp_path / "run", parse(FEW), tmp_path / "again")
+        durable.fork(tmp_path / "run", parse(SHORT_SPEC), tmp_path / "again")
 
 
 @pytest.mark.parametrize(
@@ -236,25 +236,27 @@ def test_what_cannot_be_forked(change, words, finished, tmp_path):
 
 
 def test_a_fork_of_a_damaged_onset(copied, tmp_path):
-    flip(copied / "checkpoints" / "onset-00000005")
+    flip_byte(copied / "checkpoints" / "onset-00000005")
     with pytest.raises(UserError, match="onset-00000005 is damaged, so nothing can be forked from step 5"):
         durable.fork(copied, parse(SPEC), tmp_path / "fork")
     durable.fork(copied, parse(ONE), tmp_path / "fork")
     assert replay(tmp_path / "fork").equal
 
 
-def test_by_the_command_line(here, copied, tmp_path):
+def test_by_the_command_line(run_cli, copied, tmp_path):
     (tmp_path / "one.toml").write_text(ONE)
-    done = here("fork", copied, tmp_path / "one.toml", "-o", tmp_path / "fork")
+    done = run_cli("fork", copied, tmp_path / "one.toml", "-o", tmp_path / "fork")
     assert done.code == 0, done.err
-    done = here("replay", tmp_path / "fork")
+    done = run_cli("replay", tmp_path / "fork")
     assert (done.code, done.out) == (0, "bitwise equal: 12 lanes, 120 lane steps\n")
     change(copied, "performance", (0, 0, 19), 1.0)
-    done = here("replay", copied, "--seed", "0", "--condition", "control @5")
+    done = run_cli("replay", copied, "--seed", "0", "--condition", "control @5")
     assert done.code == 1
     assert "largest deviation 1 in performance" in done.out
     (tmp_path / "other.toml").write_text(ONE.replace("seeds = 3", "seeds = [0, 1, 3]"))
-    one_sentence(here("fork", copied, tmp_path / "other.toml", "-o", tmp_path / "no"), 2, "must keep the run's seeds")
+    error_sentence(
+        run_cli("fork", copied, tmp_path / "other.toml", "-o", tmp_path / "no"), 2, "must keep the run's seeds"
+    )
 
 
 @pytest.mark.exhaustive

@@ -6,8 +6,8 @@ import tarfile
 import numpy as np
 import pytest
 import zarr
-from places import DATA
-from small_runs import arrays
+from directories import DATA
+from small_runs import stored_arrays
 
 import jaxaudit as ja
 from jaxaudit.analysis.run_reader import load
@@ -60,7 +60,7 @@ def test_a_run_is_replayed(runs, name):
 def test_a_run_that_was_killed_is_resumed(runs):
     durable.resume(runs / "killed")
     if replay(runs / "ppo", condition="0").equal:
-        killed, whole = arrays(runs / "killed"), arrays(runs / "ppo")
+        killed, whole = stored_arrays(runs / "killed"), stored_arrays(runs / "ppo")
         assert killed.keys() == whole.keys()
         assert [name for name in whole if killed[name] != whole[name]] == []
     else:

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from places import ROOT
+from directories import ROOT
 
 import jaxaudit as ja
 from jaxaudit.cli import main as cli

@@ -6,8 +6,8 @@ import sys
 
 import numpy as np
 import pytest
-from places import HELPERS, ROOT
-from small_runs import FEW, assert_same
+from directories import HELPERS, ROOT
+from small_runs import SHORT_SPEC, assert_runs_equal
 
 from jaxaudit.runs import lifecycle as durable
 from jaxaudit.runs.run_folder import Folder
@@ -17,7 +17,7 @@ from jaxaudit.spec.document import parse
 
 pytestmark = pytest.mark.default_compilation
 
-BATCHES = FEW.replace("steps = 20", "steps = 20\nlanes = 2")
+BATCHES = SHORT_SPEC.replace("steps = 20", "steps = 20\nlanes = 2")
 """Two batches of the baseline and six of the fork group."""
 
 WORKER = """
@@ -77,7 +77,7 @@ def test_two_processes_that_write_batches_at_once_lose_nothing(begun, reference)
     assert np.isnan(store.read_telemetry(["performance"])["performance"]).all(), "telemetry is the driver's to write"
     assert {p.name for p in store.batches.iterdir()} == {f"{n:04d}" for n in range(8)}
     durable.resume(begun)
-    assert_same(begun, reference)
+    assert_runs_equal(begun, reference)
 
 
 @pytest.mark.exhaustive
@@ -86,7 +86,7 @@ def test_what_others_have_not_trained_is_trained_by_the_one_that_gathers(begun, 
     train_batch(begun, 1)
     train_batch(begun, 5)
     durable.resume(begun)
-    assert_same(begun, reference)
+    assert_runs_equal(begun, reference)
 
 
 def test_a_batch_that_is_none_and_a_fork_without_its_onset_are_refused(begun):

@@ -7,8 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
-from places import DATA
-from small_runs import one_sentence
+from directories import DATA
+from small_runs import error_sentence
 
 from jaxaudit.report import build
 from jaxaudit.runs.run_opening import open_run
@@ -58,18 +58,18 @@ def assert_refused(here, command, run, version):
     there = {path.name for path in run.parent.iterdir()}
     given = (run, run / "spec.toml", "-o", run.parent / "other") if command == "fork" else (run,)
     done = here(command, *given)
-    one_sentence(done, 2, f"was made by jaxaudit {version}", "can report and read it, not go on with it")
+    error_sentence(done, 2, f"was made by jaxaudit {version}", "can report and read it, not go on with it")
     assert {path.name for path in run.parent.iterdir()} == there
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_goes_on_from_a_run_of_version_0_1_is_refused(command, old, here):
-    assert_refused(here, command, old, "0.1.0")
+def test_what_goes_on_from_a_run_of_version_0_1_is_refused(command, old, run_cli):
+    assert_refused(run_cli, command, old, "0.1.0")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_goes_on_from_a_run_of_version_0_2_on_dialogues_is_refused(command, old_dialogue, here):
-    assert_refused(here, command, old_dialogue, "0.2.0")
+def test_what_goes_on_from_a_run_of_version_0_2_on_dialogues_is_refused(command, old_dialogue, run_cli):
+    assert_refused(run_cli, command, old_dialogue, "0.2.0")
 
 
 @pytest.mark.exhaustive

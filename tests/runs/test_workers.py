@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from small_runs import FEW, assert_same
-from worker_runs import shards
+from small_runs import SHORT_SPEC, assert_runs_equal
+from worker_runs import read_shards
 
 from jaxaudit.execution.engine import Engine
 from jaxaudit.runs import checkpoint
@@ -21,7 +21,7 @@ from jaxaudit.spec.document import parse
 
 pytestmark = pytest.mark.default_compilation
 
-BATCHES = FEW.replace("steps = 20", "steps = 20\nlanes = 2")
+BATCHES = SHORT_SPEC.replace("steps = 20", "steps = 20\nlanes = 2")
 """Two batches of the baseline, of 5 chunks, and six of the fork group, of 3."""
 
 
@@ -113,14 +113,14 @@ def run(tmp_path, reference, monkeypatch):
 @pytest.mark.exhaustive
 def test_the_baseline_is_first_and_forks_as_soon_as_they_can(run, reference):
     backend = Here()
-    assert_same(run(backend), reference)
+    assert_runs_equal(run(backend), reference)
     assert backend.handed == list(range(8))
 
 
 def test_workers_that_vanish_are_followed_by_others_that_go_on(run, reference, capsys):
     backend = Here(vanish={0: [2, 2], 4: [0, 1]})
-    assert_same(folder := run(backend), reference)
-    told = shards(folder)
+    assert_runs_equal(folder := run(backend), reference)
+    told = read_shards(folder)
     assert backend.handed[:3] == [0, 1, 0]
     assert told[told.batch == 0].from_step.tolist() == [0, 8, 12]
     assert told[told.batch == 4].from_step.tolist() == [10, 10, 12]
@@ -133,7 +133,7 @@ def test_two_that_vanish_in_the_same_chunk_are_enough_and_another_run_can_go_on(
     with pytest.raises(Failed, match=r"batch 3 lost its worker twice after step 12 \(gone\), so it is given up; go on"):
         run(Here(vanish={3: [1, 0]}))
     backend = Here()
-    assert_same(run(backend, go_on=True), reference)
+    assert_runs_equal(run(backend, go_on=True), reference)
     assert 0 not in backend.handed
 
 
@@ -141,7 +141,7 @@ def test_two_that_vanish_in_the_same_chunk_are_enough_and_another_run_can_go_on(
 def test_one_taken_for_lost_that_ends_first_is_accepted(run, reference):
     """A worker that nobody hears of, whose attempt is complete."""
     backend = Here(silent=(1, 5))
-    assert_same(run(backend), reference)
+    assert_runs_equal(run(backend), reference)
 
 
 @pytest.mark.exhaustive
@@ -153,7 +153,7 @@ def test_a_full_disk_of_a_worker_is_told_and_the_run_goes_on(run, reference, mon
         patch.setattr(BatchAttempt, "write_rows", full)
         with pytest.raises(Failed, match="the disk is full"):
             run(Here())
-    assert_same(run(Here(), go_on=True), reference)
+    assert_runs_equal(run(Here(), go_on=True), reference)
 
 
 def test_what_calls_return_comes_as_they_end():

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from quadratic import quadratic
-from small_runs import assert_same
-from worker_runs import PAUSED, plug_in, shards, started, wait_for, workers_at
+from small_runs import assert_runs_equal
+from worker_runs import PAUSED_SPEC, install_plugin, read_shards, start_cli, wait_for, workers_at
 
 import jaxaudit as ja
 from jaxaudit.cli import main as cli
@@ -16,7 +16,7 @@ from jaxaudit.core.program import Program
 
 pytestmark = pytest.mark.long
 
-SPEC = PAUSED.format(pause=0.02).replace("seeds = 2", "seeds = 3").replace("lanes = 2", "")
+SPEC = PAUSED_SPEC.format(pause=0.02).replace("seeds = 2", "seeds = 3").replace("lanes = 2", "")
 """Three lanes of the baseline, which four devices fill up to four, and nine of each fork group."""
 
 
@@ -56,7 +56,7 @@ duration = 2
 def four_devices(tmp_path_factory):
     """The environment of one process; of two, each has half."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in plug_in(tmp_path_factory.mktemp("plugin")).items():
+        for name, value in install_plugin(tmp_path_factory.mktemp("plugin")).items():
             patch.setenv(name, value)
         patch.setenv("JAX_NUM_CPU_DEVICES", "4")
         yield
@@ -72,7 +72,7 @@ def spec(tmp_path):
 def reference(tmp_path_factory):
     place = tmp_path_factory.mktemp("whole")
     (place / "spec.toml").write_text(SPEC)
-    done = started("run", place / "spec.toml", "-o", place / "run")
+    done = start_cli("run", place / "spec.toml", "-o", place / "run")
     assert done.wait() == 0, done.stderr.read()
     return place / "run"
 
@@ -83,7 +83,7 @@ def together(*arguments):
         free.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{free.getsockname()[1]}"
     given = ["--coordinator", place, "--processes", 2, "--process"]
-    return [started(*arguments, *given, number, figures=True, JAX_NUM_CPU_DEVICES="2") for number in range(2)]
+    return [start_cli(*arguments, *given, number, figures=True, JAX_NUM_CPU_DEVICES="2") for number in range(2)]
 
 
 def ended(processes, seconds=120):
@@ -96,7 +96,7 @@ def ended(processes, seconds=120):
 def test_two_processes_end_as_one(spec, reference, tmp_path):
     codes, said = ended(together("run", spec, "-o", tmp_path / "run"))
     assert codes == [0, 0], said
-    assert_same(tmp_path / "run", reference)
+    assert_runs_equal(tmp_path / "run", reference)
     assert "jaxaudit" not in said[1], "the first alone says something"
 
 
@@ -112,8 +112,8 @@ def test_a_process_that_is_killed_is_told_of_and_the_run_goes_on(spec, reference
     assert "Traceback" not in said[0]
     codes, said = ended(together("resume", folder))
     assert codes == [0, 0], said
-    assert_same(folder, reference)
-    told = shards(folder)
+    assert_runs_equal(folder, reference)
+    told = read_shards(folder)
     assert (told[told.attempt > 1].from_step > told[told.attempt > 1].onset).all()
     assert (told.attempt > 1).any()
 
@@ -127,7 +127,7 @@ def test_what_is_wrong_is_told_once(spec, tmp_path):
     assert "label_smoothing" in said[0]
     assert "jaxaudit: " not in said[1]
     assert not (tmp_path / "run").exists()
-    codes, said = ended([started("run", spec, "-o", tmp_path / "run", "--distributed")])
+    codes, said = ended([start_cli("run", spec, "-o", tmp_path / "run", "--distributed")])
     assert codes == [2]
     assert "jaxaudit: --distributed determines its processes under srun, mpirun or Kubernetes alone" in said[0]
 
@@ -137,7 +137,7 @@ def test_a_mesh_of_lanes_and_parts_of_models(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("corpus.txt").write_text(" ".join(f"word{n % 97} and {n % 89}" for n in range(4000)))
     Path("gpt2.toml").write_text(GPT2)
-    one = started("run", "gpt2.toml", "-o", "one")
+    one = start_cli("run", "gpt2.toml", "-o", "one")
     assert one.wait() == 0, one.stderr.read()
     processes = together("run", "gpt2.toml", "-o", "two")
     wait_for(lambda: processes[0].poll() is not None or workers_at(tmp_path / "two", {1}, states=1), 400)
@@ -147,8 +147,8 @@ def test_a_mesh_of_lanes_and_parts_of_models(tmp_path, monkeypatch):
     assert codes[1], said
     codes, said = ended(together("resume", "two"))
     assert codes == [0, 0], said
-    assert_same(tmp_path / "two", tmp_path / "one")
-    assert (shards(tmp_path / "two").from_step % 4 == 2).any(), "it went on from its states"
+    assert_runs_equal(tmp_path / "two", tmp_path / "one")
+    assert (read_shards(tmp_path / "two").from_step % 4 == 2).any(), "it went on from its states"
 
 
 @pytest.mark.slow
@@ -178,9 +178,9 @@ def test_ctrl_c_stops_both_in_the_same_chunk(spec, reference, tmp_path):
     assert codes == [130, 130], said
     assert f"go on with: jaxaudit resume {folder}" in said[0]
     assert "jaxaudit: " not in said[1]
-    one = started("resume", folder)  # by one with as many devices
+    one = start_cli("resume", folder)  # by one with as many devices
     assert one.wait() == 0, one.stderr.read()
-    assert_same(folder, reference)
+    assert_runs_equal(folder, reference)
 
 
 def test_an_audit_in_memory_is_one_process(monkeypatch):

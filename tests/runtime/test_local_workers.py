@@ -1,9 +1,9 @@
 """Runs by processes of this machine, through submitit; they are killed, sent away, come to their limit of time."""
 
 import pytest
-from paused import FULL
-from small_runs import assert_same
-from worker_runs import PAUSED, plug_in, shards, through_accidents, whole
+from paused import DISK_FULL_VARIABLE
+from small_runs import assert_runs_equal
+from worker_runs import PAUSED_SPEC, install_plugin, read_shards, run_in_one_process, run_through_failures
 
 from jaxaudit.runs import lifecycle as durable
 from jaxaudit.runs.run_folder import Folder
@@ -13,7 +13,7 @@ from jaxaudit.spec.document import parse
 
 pytestmark = pytest.mark.default_compilation
 
-SPEC = PAUSED.format(pause=0.05).replace("[1.0, 0.1]", "1.0").replace("[6, 12]", "6")
+SPEC = PAUSED_SPEC.format(pause=0.05).replace("[1.0, 0.1]", "1.0").replace("[6, 12]", "6")
 """Two batches of the baseline and two of one fork group: each has a process of its own."""
 
 TWO = Workers("local", count=2)
@@ -22,7 +22,7 @@ TWO = Workers("local", count=2)
 @pytest.fixture(autouse=True, scope="module")
 def plugged_in(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in plug_in(tmp_path_factory.mktemp("plugin")).items():
+        for name, value in install_plugin(tmp_path_factory.mktemp("plugin")).items():
             patch.setenv(name, value)
         yield
 
@@ -30,8 +30,8 @@ def plugged_in(tmp_path_factory):
 @pytest.mark.exhaustive
 def test_a_killed_worker_and_one_that_is_sent_away(tmp_path):
     folder = tmp_path / "run"
-    told = through_accidents(SPEC, folder, TWO)
-    assert_same(folder, whole(SPEC, folder, tmp_path))
+    told = run_through_failures(SPEC, folder, TWO)
+    assert_runs_equal(folder, run_in_one_process(SPEC, folder, tmp_path))
     assert (told[told.outcome == "complete"].groupby("batch").size() == 1).all()
     assert not folder.with_name(f".{folder.name}.jobs").exists()
 
@@ -40,23 +40,23 @@ def test_a_killed_worker_and_one_that_is_sent_away(tmp_path):
 def test_a_limit_of_time(tmp_path):
     text = SPEC.replace("pause = 0.05", "pause = 2.4")
     durable.run(parse(text), tmp_path / "run", Workers("local", count=2, minutes=1))
-    told = shards(tmp_path / "run")
+    told = read_shards(tmp_path / "run")
     assert (told.attempt > 1).any()
     assert (told[told.attempt > 1].from_step > told[told.attempt > 1].onset).all()
     assert set(told.outcome) == {"complete", "lost"}
-    assert_same(tmp_path / "run", whole(text, tmp_path / "run", tmp_path))
+    assert_runs_equal(tmp_path / "run", run_in_one_process(text, tmp_path / "run", tmp_path))
 
 
 @pytest.mark.slow
 def test_a_full_disk_is_told_and_the_run_goes_on_with_more_space(tmp_path, monkeypatch):
     text, folder = SPEC.replace("pause = 0.05", "full_at = 10"), tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setenv(FULL, "1")
+        patch.setenv(DISK_FULL_VARIABLE, "1")
         with pytest.raises(Failed, match="the disk is full; with more space, go on with: jaxaudit resume"):
             durable.run(parse(text), folder, TWO)
     assert Folder(folder).read_environment()["status"] != "finished"
     durable.resume(folder, TWO)
-    assert_same(folder, whole(text, folder, tmp_path))
+    assert_runs_equal(folder, run_in_one_process(text, folder, tmp_path))
 
 
 def test_a_spec_that_only_a_worker_finds_wrong_is_one_sentence(tmp_path):

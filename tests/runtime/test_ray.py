@@ -5,8 +5,17 @@ import signal
 from pathlib import Path
 
 import pytest
-from small_runs import assert_same
-from worker_runs import PAUSED, kill, plug_in, shards, started, wait_for, whole, workers_at
+from small_runs import assert_runs_equal
+from worker_runs import (
+    PAUSED_SPEC,
+    install_plugin,
+    kill,
+    read_shards,
+    run_in_one_process,
+    start_cli,
+    wait_for,
+    workers_at,
+)
 
 from jaxaudit.runs import lifecycle as durable
 from jaxaudit.runs.run_folder import Folder
@@ -17,7 +26,7 @@ from jaxaudit.spec.document import parse
 pytestmark = pytest.mark.default_compilation
 
 MIB = 2**20
-SPEC = PAUSED.format(pause=0.05)
+SPEC = PAUSED_SPEC.format(pause=0.05)
 
 PPO = """
 [audit]
@@ -49,7 +58,7 @@ def cluster(tmp_path_factory):
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in plug_in(tmp_path_factory.mktemp("plugin")).items():
+        for name, value in install_plugin(tmp_path_factory.mktemp("plugin")).items():
             patch.setenv(name, value)
         head = {"num_cpus": 0, "object_store_memory": 80 * MIB, "include_dashboard": False}
         made = Cluster(initialize_head=True, head_node_args=head)
@@ -75,13 +84,13 @@ def planned(cluster, tmp_path_factory):
 @pytest.fixture(scope="module")
 def reference(planned, tmp_path_factory):
     """The same plan on this machine, in one process."""
-    return whole(SPEC, planned, tmp_path_factory.mktemp("whole"))
+    return run_in_one_process(SPEC, planned, tmp_path_factory.mktemp("whole"))
 
 
 @pytest.mark.exhaustive
 def test_two_workers_end_as_one_process(planned, reference):
-    assert_same(planned, reference)
-    trained = shards(planned)
+    assert_runs_equal(planned, reference)
+    trained = read_shards(planned)
     assert list(trained.outcome) == ["complete"] * 8
     assert trained.worker.nunique() == 2
     assert (trained.from_step == trained.onset).all()
@@ -117,14 +126,14 @@ def hurt(cluster, folder, driver, accidents):
 def hurt_and_held_against(cluster, reference, tmp_path, text, *accidents):
     folder, spec = tmp_path / "run", tmp_path / "spec.toml"
     spec.write_text(text)
-    driver = started("run", spec, "-o", folder, "--on", f"ray:{cluster.address}", "--plan", reference)
+    driver = start_cli("run", spec, "-o", folder, "--on", f"ray:{cluster.address}", "--plan", reference)
     hurt(cluster, folder, driver, accidents)
     code = driver.wait()
     assert code == (-signal.SIGKILL if "driver" in accidents else 0), driver.stderr.read()
     if code:
         durable.resume(folder, Workers("ray", cluster.address))
-    assert_same(folder, reference)
-    told = shards(folder)
+    assert_runs_equal(folder, reference)
+    told = read_shards(folder)
     lost, after = told[told.outcome == "lost"], told[told.attempt > 1]
     assert len(lost)
     assert (after.from_step > after.onset).any(), "it went on from its states"
@@ -144,7 +153,7 @@ def ppo(cluster, tmp_path_factory):
     """A grid of PPO's, by two workers and by one process."""
     place = tmp_path_factory.mktemp("ppo")
     durable.run(parse(PPO), place / "run", Workers("ray", cluster.address))
-    assert_same(place / "run", reference := whole(PPO, place / "run", place))
+    assert_runs_equal(place / "run", reference := run_in_one_process(PPO, place / "run", place))
     return reference
 
 
@@ -158,7 +167,7 @@ def test_a_grid_of_ppo(cluster, ppo, tmp_path, accidents):
 def test_ctrl_c_keeps_states_and_another_backend_goes_on(cluster, reference, tmp_path):
     folder, spec = tmp_path / "run", tmp_path / "spec.toml"
     spec.write_text(SPEC)
-    driver = started("run", spec, "-o", folder, "--on", f"ray:{cluster.address}", "--plan", reference)
+    driver = start_cli("run", spec, "-o", folder, "--on", f"ray:{cluster.address}", "--plan", reference)
     wait_for(lambda: driver.poll() is not None or workers_at(folder, range(2, 5), states=1))
     driver.send_signal(signal.SIGINT)
     assert driver.wait(60) == 130
@@ -166,9 +175,9 @@ def test_ctrl_c_keeps_states_and_another_backend_goes_on(cluster, reference, tmp
     assert f"go on with: jaxaudit resume {folder}" in said
     assert "Traceback" not in said
     assert Folder(folder).read_environment()["status"] == "interrupted"
-    assert started("resume", folder).wait() == 0
-    assert_same(folder, reference)
-    assert "stopped" in set(shards(folder).outcome)
+    assert start_cli("resume", folder).wait() == 0
+    assert_runs_equal(folder, reference)
+    assert "stopped" in set(read_shards(folder).outcome)
 
 
 @pytest.mark.slow

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_runs import assert_same
-from worker_runs import PAUSED, plug_in, through_accidents, wait_for, whole
+from small_runs import assert_runs_equal
+from worker_runs import PAUSED_SPEC, install_plugin, run_in_one_process, run_through_failures, wait_for
 
 from jaxaudit.runs import lifecycle as durable
 from jaxaudit.runtime import backends
@@ -16,7 +16,7 @@ from jaxaudit.spec.document import parse
 
 pytestmark = pytest.mark.slow
 
-SPEC = PAUSED.format(pause=0.1).replace("[1.0, 0.1]", "1.0").replace("[6, 12]", "6")
+SPEC = PAUSED_SPEC.format(pause=0.1).replace("[1.0, 0.1]", "1.0").replace("[6, 12]", "6")
 TWO = Workers("slurm", count=2)
 
 SCRIPTS = {
@@ -68,15 +68,15 @@ def slurm(tmp_path, monkeypatch):
         script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{place}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(backends, "SLURM_POLL_SECONDS", 1.0)
-    for name, value in plug_in(tmp_path / "plugin").items():
+    for name, value in install_plugin(tmp_path / "plugin").items():
         monkeypatch.setenv(name, value)
     return place
 
 
 def test_a_lost_job_and_one_that_slurm_sends_away(slurm, tmp_path, capsys):
     folder = tmp_path / "run"
-    through_accidents(SPEC, folder, TWO)
-    assert_same(folder, whole(SPEC, folder, tmp_path))
+    run_through_failures(SPEC, folder, TWO)
+    assert_runs_equal(folder, run_in_one_process(SPEC, folder, tmp_path))
     assert capsys.readouterr().err.count("lost its worker") == 1, "what Slurm queues again itself is not lost"
     assert len(list(slurm.glob("*.pid"))) == 6, "the plan, four batches, and one of them again"
 
