@@ -478,8 +478,7 @@ def losses(
     batch: Minibatch,
     frozen: Constants | None = None,
 ) -> tuple[dict[str, float], np.ndarray, Constants]:
-    """Returns the terms of a minibatch's loss and at last "loss" itself, the log-ratios `[N, T]`, and this point's
-    constants.
+    """Returns the terms of a minibatch's loss and the "loss" itself, the log-ratios `[N, T]`, and the constants.
 
     `frozen` contains the constants of the point whose gradient is computed, which are this point's by default.
     """

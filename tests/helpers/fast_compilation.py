@@ -32,9 +32,8 @@ def fast_compilation_enabled() -> bool:
 
 def _fast_options(*args: Any, **settings: Any) -> Any:
     options = _default_options(*args, **settings)
-    overrides = dict(
-        options.env_option_overrides
-    )  # `emitters` itself compiles a program, whose options already contain this one
+    # `emitters` itself compiles a program, whose options already contain this one.
+    overrides = dict(options.env_option_overrides)
     extra = {} if OPTION in overrides else emitters(False)
     options.env_option_overrides = list({**extra, "xla_cpu_parallel_codegen_split_count": 1, **overrides}.items())
     return options

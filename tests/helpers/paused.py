@@ -48,7 +48,7 @@ def paused(task, **settings):
         if int(step) == values.dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
         if int(step) == values.fails_at:
-            raise RuntimeError("the accident of a test")
+            raise RuntimeError("a failure on purpose")
         if int(step) == values.full_at and DISK_FULL_VARIABLE in os.environ:
             resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512))
         return np.float32(0)
