@@ -236,7 +236,7 @@ def multiply(value, strength, state):
     return jax.tree.map(lambda x: strength * x, value), state
 
 
-def add(value, strength, state):
+def increase(value, strength, state):
     return jax.tree.map(lambda x: x + strength, value), state
 
 
@@ -248,13 +248,13 @@ def count_calls(value, strength, state):
 MULTIPLIED = remedies.RemedyKind("multiplied", 2.0, "reward", multiply, neutral=1.0)
 
 
-ADDED = remedies.RemedyKind("added", 1.0, "reward", add, neutral=0.0)
+INCREASED = remedies.RemedyKind("increased", 1.0, "reward", increase, neutral=0.0)
 
 
 COUNTED = remedies.RemedyKind("counted", 1.0, "reward", count_calls, neutral=0.0, init=lambda value: jnp.zeros(()))
 
 
-STEERED = remedies.RemedyKind("steered", 1.0, "gradient", add, neutral=0.0)
+STEERED = remedies.RemedyKind("steered", 1.0, "gradient", increase, neutral=0.0)
 
 
 def test_x_used_excludes_a_remedy_at_the_gradient_site():
@@ -323,20 +323,20 @@ def test_a_remedys_state_in_a_loop_is_independent_of_perturbations(stateful):
 
 
 def test_remedies_at_one_site_act_in_the_given_order():
-    assert (tapped_values(ja.remedied(tapping_learner(), MULTIPLIED(3.0), ADDED()), 1)[0, :6] == 4).all()
-    assert (tapped_values(ja.remedied(tapping_learner(), ADDED(), MULTIPLIED(3.0)), 1)[0, :6] == 6).all()
+    assert (tapped_values(ja.remedied(tapping_learner(), MULTIPLIED(3.0), INCREASED()), 1)[0, :6] == 4).all()
+    assert (tapped_values(ja.remedied(tapping_learner(), INCREASED(), MULTIPLIED(3.0)), 1)[0, :6] == 6).all()
 
 
 def test_a_remedy_at_a_site_acts_before_perturbations():
-    learner = ja.remedied(learner_of(tap_once), ADDED())
+    learner = ja.remedied(learner_of(tap_once), INCREASED())
     result = ja.audit(learner, [ja.reward_scale(3.0, onset=1, duration=1)], seeds=1, steps=3)
     np.testing.assert_array_equal(result.telemetry["performance"].values[0], [[2, 2, 2], [2, 6, 2]])
 
 
 def test_remedies_act_before_those_of_the_inner_learner():
-    nested = ja.remedied(ja.remedied(tapping_learner(), MULTIPLIED(3.0)), ADDED())
+    nested = ja.remedied(ja.remedied(tapping_learner(), MULTIPLIED(3.0)), INCREASED())
     np.testing.assert_array_equal(
-        tapped_values(nested, 2), tapped_values(ja.remedied(tapping_learner(), ADDED(), MULTIPLIED(3.0)), 2)
+        tapped_values(nested, 2), tapped_values(ja.remedied(tapping_learner(), INCREASED(), MULTIPLIED(3.0)), 2)
     )
 
 

@@ -304,7 +304,7 @@ class Models:
     base: Params | None = None
 
     def __post_init__(self):
-        for name in ("policy", "reference", "author", "critic", "reward_model"):
+        for name in ("policy", "reference", "sampler", "critic", "reward_model"):
             if getattr(self, name) is not None:
                 setattr(self, name, merge_adapters(getattr(self, name), self.base))
 
