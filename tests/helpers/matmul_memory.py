@@ -27,10 +27,10 @@ def unplanned_bytes(compiled, arguments):
     """Returns the bytes that a call took beyond what the compiler planned."""
     sizes = compiled.memory_analysis()
     release_memory()
-    resident = ring_buffer_memory.status("VmRSS")
+    resident = ring_buffer_memory.memory_status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # count the peak from here
     jax.block_until_ready(compiled(*arguments))
-    return ring_buffer_memory.status("VmHWM") - resident - sizes.temp_size_in_bytes - sizes.output_size_in_bytes
+    return ring_buffer_memory.memory_status("VmHWM") - resident - sizes.temp_size_in_bytes - sizes.output_size_in_bytes
 
 
 def measure_memory(function, *arguments):
