@@ -1,4 +1,4 @@
-"""The public names: each has a docstring, which is a sentence."""
+"""Every public name has a docstring whose first paragraph is a sentence."""
 
 import inspect
 import subprocess
@@ -14,25 +14,25 @@ MODULES = ("dialogues", "learners", "metrics", "remedies", "statistics", "tasks"
 
 
 def public_names():
-    """Dotted names with the objects of this package that they stand for."""
+    """Yields dotted public names with their objects, where these are defined in this package."""
     for name in dir(ja):
         yield name, getattr(ja, name)
         if name in MODULES:
             module = getattr(ja, name)
             for inner in getattr(module, "__all__", None) or (n for n in dir(module) if not n.startswith("_")):
-                found = getattr(module, inner)
-                if (getattr(found, "__module__", None) or "").startswith("jaxaudit"):
-                    yield f"{name}.{inner}", found
+                value = getattr(module, inner)
+                if (getattr(value, "__module__", None) or "").startswith("jaxaudit"):
+                    yield f"{name}.{inner}", value
 
 
-def described(found):
+def needs_docstring(value):
     return (
-        inspect.isroutine(found) or inspect.isclass(found) or inspect.ismodule(found)
-        or isinstance(found, Kind | RemedyKind)
+        inspect.isroutine(value) or inspect.isclass(value) or inspect.ismodule(value)
+        or isinstance(value, Kind | RemedyKind)
     )  # fmt: skip
 
 
-NAMES = {name: found for name, found in public_names() if described(found)}
+NAMES = {name: value for name, value in public_names() if needs_docstring(value)}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -43,15 +43,15 @@ def test_a_public_name_has_a_docstring(name):
     assert first.rstrip().endswith((".", "`", ")", ":")), f"{name}: {first!r}"
 
 
-def test_the_public_modules_are_all_there():
+def test_all_public_modules_are_reachable():
     assert set(MODULES) <= set(dir(ja))
     assert len(NAMES) > 100
 
 
-def test_what_the_package_registers_is_known_in_a_process_that_has_imported_nothing_else():
-    """Other tests import modules that register something; a user's process does not."""
+def test_the_package_alone_registers_its_tasks_and_learners():
+    """Other tests import modules that register something, so this runs in a fresh process."""
     code = "from jaxaudit.runtime import registry; print(*registry.tasks, *registry.task_kinds, *registry.learners)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     expected = {
         "CartPole-v1",
         "HalfCheetah-v5",
@@ -64,4 +64,4 @@ def test_what_the_package_registers_is_known_in_a_process_that_has_imported_noth
         "grpo",
         "sac",
     }
-    assert expected <= set(done.stdout.split())
+    assert expected <= set(process.stdout.split())

@@ -7,8 +7,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from refusals import contents, refusal
-from small_runs import header
+from cli_errors import cli_error, folder_digests
+from small_runs import spec_header
 
 from jaxaudit.cli import main as cli
 from jaxaudit.cli.arguments import parser
@@ -17,8 +17,8 @@ from jaxaudit.runs.run_folder import Folder
 from jaxaudit.runtime import registry
 from jaxaudit.spec.document import parse
 
-GOOD = (
-    header(seeds=2)
+VALID_SPEC = (
+    spec_header(seeds=2)
     + """[[perturbation]]
 kind = "lr_spike"
 magnitude = [3, 30]
@@ -29,13 +29,13 @@ duration = 2
 
 
 @pytest.fixture(autouse=True)
-def _workplace(tmp_path, monkeypatch):
-    """An empty current folder, and a JAX left as the other tests want it."""
+def _empty_folder(tmp_path, monkeypatch):
+    """Changes to an empty folder, and leaves JAX configured for the other tests."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "prepare_jax", lambda: None)
 
 
-SPECS = {
+INVALID_SPECS = {
     "unknown table": (("[metrics]", "[metric]"), "unknown key 'metric' (did you mean 'metrics'?)"),
     "unknown key": (("steps", "stepps"), "[audit]: unknown key 'stepps' (did you mean 'steps'?)"),
     "unknown setting": (
@@ -90,7 +90,7 @@ SPECS = {
     "missing steps": (("steps = 20", ""), "[audit]: 'steps' is missing"),
     "single brackets": (("[[perturbation]]", "[perturbation]"), "must be written [[perturbation]]"),
     "a perturbation that is a number": (
-        (GOOD, GOOD[: GOOD.index("[[")].replace("[audit]", "perturbation = [3]\n[audit]")),
+        (VALID_SPEC, VALID_SPEC[: VALID_SPEC.index("[[")].replace("[audit]", "perturbation = [3]\n[audit]")),
         "[[perturbation]] 1 must be a table, not the number 3",
     ),
     "a table that is a list": (
@@ -234,12 +234,12 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("case", SPECS)
-def test_a_wrong_spec(case, capsys):
-    (old, new), words = SPECS[case]
-    assert old in GOOD
-    Path("spec.toml").write_text(GOOD.replace(old, new, 1), encoding="utf-8")
-    sentence = refusal(capsys, "run", "spec.toml", "-o", "out")
+@pytest.mark.parametrize("case", INVALID_SPECS)
+def test_an_invalid_spec_is_refused_in_one_sentence(case, capsys):
+    (old, new), words = INVALID_SPECS[case]
+    assert old in VALID_SPEC
+    Path("spec.toml").write_text(VALID_SPEC.replace(old, new, 1), encoding="utf-8")
+    sentence = cli_error(capsys, "run", "spec.toml", "-o", "out")
     assert sentence.startswith("jaxaudit: spec.toml")
     assert words in sentence
 
@@ -282,35 +282,35 @@ def test_a_wrong_spec(case, capsys):
         (["list", "tusks"], "invalid choice: 'tusks'"),
     ],
 )
-def test_wrong_arguments(argv, words, capsys):
-    Path("good.toml").write_text(GOOD)
-    Path("other.toml").write_text(GOOD.replace("onset = 10", "onset = 7"))
-    Path("seeds.toml").write_text(GOOD.replace("seeds = 2", "seeds = 3"))
+def test_wrong_arguments_are_refused_in_one_sentence(argv, words, capsys):
+    Path("good.toml").write_text(VALID_SPEC)
+    Path("other.toml").write_text(VALID_SPEC.replace("onset = 10", "onset = 7"))
+    Path("seeds.toml").write_text(VALID_SPEC.replace("seeds = 2", "seeds = 3"))
     Path("binary").write_bytes(b"[audit]\nname = '\xff'")
     for name, status in (("folder", None), ("finished", "finished"), ("unfinished", "started")):
         Path(name).mkdir()
         Path(name, "notes.txt").write_text("mine")
         if status:
             store = Folder(Path(name))
-            store.spec.write_text(parse(GOOD).to_toml())
+            store.spec.write_text(parse(VALID_SPEC).to_toml())
             store.update_environment(status=status)
-    assert words in refusal(capsys, *argv)
+    assert words in cli_error(capsys, *argv)
 
 
-def test_a_run_from_end_to_end(capsys, monkeypatch):
-    text = GOOD + "[run]\nchunk = 10\n"
+def test_a_run_from_start_to_report_replay_and_fork(capsys, monkeypatch):
+    text = VALID_SPEC + "[run]\nchunk = 10\n"
     Path("spec.toml").write_text(text)
     assert cli.main(["run", "spec.toml"]) == 0
     assert "report: runs/small/report.html" in capsys.readouterr().out
     assert Path("runs/small/report.html").is_file()
     assert parse(Path("runs/small/spec.toml").read_text()) == parse(text).resolved()
-    assert "already finished" in refusal(capsys, "resume", "runs/small")
-    assert "not empty" in refusal(capsys, "run", "spec.toml")
-    assert "unknown condition 'nothing'" in refusal(capsys, "replay", "runs/small", "--condition", "nothing")
-    assert "unknown seed 9" in refusal(capsys, "replay", "runs/small", "--seed", "9")
+    assert "already finished" in cli_error(capsys, "resume", "runs/small")
+    assert "not empty" in cli_error(capsys, "run", "spec.toml")
+    assert "unknown condition 'nothing'" in cli_error(capsys, "replay", "runs/small", "--condition", "nothing")
+    assert "unknown seed 9" in cli_error(capsys, "replay", "runs/small", "--seed", "9")
     assert cli.main(["replay", "runs/small", "--seed", "1", "--condition", "lr_spike 30"]) == 0
     assert "bitwise equal" in capsys.readouterr().out
-    monkeypatch.setattr("jaxaudit.report.page.write_figures", lambda *_: None)  # they were made once
+    monkeypatch.setattr("jaxaudit.report.page.write_figures", lambda *_: None)  # the figures were written above
     Path("more.toml").write_text(text.replace("[3, 30]", "[10, 100]").replace("small", "more"))
     assert cli.main(["fork", "runs/small", "more.toml"]) == 0
     assert Path("runs/more/report.html").is_file()
@@ -339,48 +339,48 @@ def test_a_run_from_end_to_end(capsys, monkeypatch):
         ),
     ],
 )
-def test_what_goes_wrong_otherwise(error, code, words, capsys, monkeypatch):
+def test_other_errors_are_reported_in_one_line(error, code, words, capsys, monkeypatch):
     def fail(*arguments):
         raise error
 
     monkeypatch.setattr(durable, "run", fail)
-    Path("spec.toml").write_text(GOOD)
+    Path("spec.toml").write_text(VALID_SPEC)
     assert cli.main(["run", "spec.toml", "-o", "out"]) == code
     err = capsys.readouterr().err
     assert words in err
     assert len(err.splitlines()) == 1
 
 
-def test_the_traceback_can_be_had(capsys, monkeypatch):
+def test_an_environment_variable_enables_the_traceback(capsys, monkeypatch):
     monkeypatch.setenv(cli.TRACEBACK, "1")
     monkeypatch.setattr(durable, "run", lambda *arguments: 1 / 0)
-    Path("spec.toml").write_text(GOOD)
+    Path("spec.toml").write_text(VALID_SPEC)
     assert cli.main(["run", "spec.toml", "-o", "out"]) == 1
     assert "Traceback" in capsys.readouterr().err
 
 
 @pytest.fixture
-def nothing_to_draw_with(monkeypatch):
-    """The packages that draw are not installed, and the report's modules are not imported yet."""
+def no_drawing_packages(monkeypatch):
+    """Pretends that the drawing packages are not installed and that the report's modules are not imported yet."""
     for name in [name for name in sys.modules if name.startswith("jaxaudit.report")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "altair", None)
     monkeypatch.setitem(sys.modules, "vl_convert", None)
 
 
-UNDRAWN = (
+MISSING_PACKAGES = (
     "altair and vl_convert are not installed; install with: pip install 'altair>=6.0,<7' 'vl-convert-python>=1.8,<2'"
 )
 
 
 @pytest.mark.parametrize("command", ["run", "quickstart", "resume", "fork"])
-def test_a_run_that_cannot_be_drawn_has_succeeded(command, nothing_to_draw_with, capsys, monkeypatch):
-    Path("spec.toml").write_text(GOOD)
+def test_a_run_succeeds_without_the_drawing_packages(command, no_drawing_packages, capsys, monkeypatch):
+    Path("spec.toml").write_text(VALID_SPEC)
     for name in ("run", "resume", "fork"):
         monkeypatch.setattr(durable, name, lambda *arguments: Path("runs of mine").mkdir(exist_ok=True))
     if command in ("resume", "fork"):
         Path("runs of mine").mkdir()
-        Path("runs of mine/spec.toml").write_text(GOOD)
+        Path("runs of mine/spec.toml").write_text(VALID_SPEC)
     out = ["-o", "runs of mine"]
     argv = {
         "run": ["run", "spec.toml", *out],
@@ -390,68 +390,70 @@ def test_a_run_that_cannot_be_drawn_has_succeeded(command, nothing_to_draw_with,
     }
     assert cli.main(argv[command]) == 0
     assert capsys.readouterr().err == (
-        f"note: the run is finished and stored in runs of mine, but its report was not drawn: {UNDRAWN}; draw it "
-        "later with: jaxaudit report 'runs of mine'\n"
+        f"note: the run is finished and stored in runs of mine, but its report was not drawn: {MISSING_PACKAGES}; draw "
+        "it later with: jaxaudit report 'runs of mine'\n"
     )
 
 
 @pytest.mark.parametrize("command", ["monitor", "detect"])
-def test_scores_that_cannot_be_drawn_are_kept(command, nothing_to_draw_with, capsys, monkeypatch):
+def test_scores_are_stored_without_the_drawing_packages(command, no_drawing_packages, capsys, monkeypatch):
     monkeypatch.setattr("jaxaudit.monitoring.monitor_logs.monitor_logs", lambda *arguments: None)
     monkeypatch.setattr("jaxaudit.monitoring.detect.detect", lambda *arguments: [Path("out")])
     Path("mine").mkdir()
-    Path("mine/spec.toml").write_text(GOOD)
-    given = {"monitor": ["a.csv", "--clean", "b.csv"], "detect": ["mine"]}
-    assert cli.main([command, *given[command], "-o", "out"]) == 0
+    Path("mine/spec.toml").write_text(VALID_SPEC)
+    arguments_of = {"monitor": ["a.csv", "--clean", "b.csv"], "detect": ["mine"]}
+    assert cli.main([command, *arguments_of[command], "-o", "out"]) == 0
     assert capsys.readouterr().err == (
-        f"note: the results are stored in out, but their report was not drawn: {UNDRAWN}; draw it later in Python "
-        "with: from jaxaudit.report.detection_page import build; build('out')\n"
+        f"note: the results are stored in out, but their report was not drawn: {MISSING_PACKAGES}; draw it later in "
+        "Python with: from jaxaudit.report.detection_page import build; build('out')\n"
     )
 
 
-def test_a_report_that_cannot_be_drawn(nothing_to_draw_with, capsys):
+def test_a_report_without_the_drawing_packages_is_refused(no_drawing_packages, capsys):
     Path("mine/telemetry.zarr").mkdir(parents=True)
-    Path("mine/spec.toml").write_text(GOOD)
-    assert refusal(capsys, "report", "mine") == f"jaxaudit: the report cannot be drawn: {UNDRAWN}\n"
+    Path("mine/spec.toml").write_text(VALID_SPEC)
+    assert cli_error(capsys, "report", "mine") == f"jaxaudit: the report cannot be drawn: {MISSING_PACKAGES}\n"
 
 
-def test_what_draws_may_be_there_without_what_it_needs(nothing_to_draw_with, capsys, monkeypatch):
+def test_a_missing_dependency_of_the_drawing_packages_is_reported(no_drawing_packages, capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "altair")
     monkeypatch.delitem(sys.modules, "vl_convert")
     monkeypatch.setitem(sys.modules, "markupsafe", None)
     Path("mine/telemetry.zarr").mkdir(parents=True)
-    Path("mine/spec.toml").write_text(GOOD)
-    said = refusal(capsys, "report", "mine")
-    assert "a package that draws figures and reports cannot be imported (import of markupsafe halted" in said
-    assert said.endswith("pip install 'altair>=6.0,<7' 'vl-convert-python>=1.8,<2' 'jinja2>=3.1,<4'\n")
+    Path("mine/spec.toml").write_text(VALID_SPEC)
+    sentence = cli_error(capsys, "report", "mine")
+    assert "a package that draws figures and reports cannot be imported (import of markupsafe halted" in sentence
+    assert sentence.endswith("pip install 'altair>=6.0,<7' 'vl-convert-python>=1.8,<2' 'jinja2>=3.1,<4'\n")
 
 
-def test_a_fault_of_the_report_itself_is_not_taken_for_a_missing_package(nothing_to_draw_with, capsys, monkeypatch):
+def test_an_import_error_in_the_report_is_an_unexpected_error(no_drawing_packages, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "jaxaudit.report", None)
     Path("mine/telemetry.zarr").mkdir(parents=True)
-    Path("mine/spec.toml").write_text(GOOD)
+    Path("mine/spec.toml").write_text(VALID_SPEC)
     assert cli.main(["report", "mine"]) == 1
     assert "unexpected ModuleNotFoundError" in capsys.readouterr().err
 
 
-def test_what_draws_is_installed_as_the_package_asks_for_it():
-    asked = tomllib.loads((Path(cli.__file__).parents[2] / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert set(cli.DRAWING_PACKAGES.values()) <= set(asked)
+def test_the_drawing_packages_are_those_of_the_project():
+    dependencies = tomllib.loads((Path(cli.__file__).parents[2] / "pyproject.toml").read_text())["project"][
+        "dependencies"
+    ]
+    assert set(cli.DRAWING_PACKAGES.values()) <= set(dependencies)
 
 
-def test_print_spec(capsys):
+def test_print_spec_prints_a_valid_spec(capsys):
     assert cli.main(["quickstart", "--print-spec"]) == 0
     assert parse(capsys.readouterr().out).audit.name == "quickstart"
 
 
 @pytest.mark.parametrize("option", ["--help", "--version"])
-def test_help(option, capsys):
+def test_help_and_version_name_the_package(option, capsys):
     assert cli.main([option]) == 0
     assert "jaxaudit" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("what", "words"),
+    ("arguments", "words"),
     [
         (["tasks"], "InvertedPendulum-v5"),
         (["tasks"], "python-stdlib"),
@@ -462,20 +464,20 @@ def test_help(option, capsys):
         ([], "perturbations: name "),
     ],
 )
-def test_list(what, words, capsys):
-    assert cli.main(["list", *what]) == 0
+def test_list_prints_registered_entries(arguments, words, capsys):
+    assert cli.main(["list", *arguments]) == 0
     out = capsys.readouterr().out
     assert words in " ".join(out.split())
     assert not any(line != line.rstrip() for line in out.splitlines())
 
 
-def test_a_learner_that_says_nothing_of_itself_is_listed_by_its_name(monkeypatch, capsys):
+def test_a_learner_without_docstring_is_listed_by_its_name(monkeypatch, capsys):
     monkeypatch.setitem(registry.learners._entries, "silent", lambda task: None)
     assert cli.main(["list", "learners"]) == 0
     assert "silent" in capsys.readouterr().out.splitlines()
 
 
-def shell(*argv: str, **environment: str) -> subprocess.CompletedProcess:
+def run_in_shell(*argv: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "jaxaudit.cli.main", *argv],
         capture_output=True,
@@ -485,47 +487,47 @@ def shell(*argv: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_a_terminal_does_not_obey_names():
-    done = shell("report", "a\x1b]0;title\x07\tb \u202egnp \N{GREEK SMALL LETTER ALPHA}", LC_ALL="C.UTF-8")
-    assert done.returncode == 2
-    assert "a\\x1b]0;title\\x07 b \\u202egnp \N{GREEK SMALL LETTER ALPHA}" in done.stderr
+def test_control_characters_in_names_are_escaped():
+    process = run_in_shell("report", "a\x1b]0;title\x07\tb \u202egnp \N{GREEK SMALL LETTER ALPHA}", LC_ALL="C.UTF-8")
+    assert process.returncode == 2
+    assert "a\\x1b]0;title\\x07 b \\u202egnp \N{GREEK SMALL LETTER ALPHA}" in process.stderr
 
 
 @pytest.mark.parametrize(
     "argv",
     [["run", "nowhere.toml"], *(pytest.param(argv, marks=pytest.mark.slow) for argv in (["rnu"], ["resume", "."]))],
 )
-def test_in_a_shell(argv):
-    done = shell(*argv)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("jaxaudit: ")
-    assert len(done.stderr.splitlines()) == 1
-    assert contents(Path.cwd()) == {}
+def test_a_shell_command_fails_with_one_line(argv):
+    process = run_in_shell(*argv)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr.startswith("jaxaudit: ")
+    assert len(process.stderr.splitlines()) == 1
+    assert folder_digests(Path.cwd()) == {}
 
 
-def test_a_reader_that_has_read_enough():
+def test_a_closed_output_pipe_ends_the_command():
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "jaxaudit", "list", "metrics"],
         stdout=writing,
         stderr=subprocess.PIPE,
         check=False,
     )
     os.close(writing)
-    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+    assert (process.returncode, process.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 @pytest.mark.exhaustive
-def test_a_wrong_spec_in_a_shell():
+def test_a_wrong_spec_in_a_shell_is_refused_in_one_line():
     Path("spec.toml").write_text(
-        GOOD.replace('"quadratic"', '"ppo"\nnum_envs = 2').replace('spike"', 'spike"\ntarget = "x"')
+        VALID_SPEC.replace('"quadratic"', '"ppo"\nnum_envs = 2').replace('spike"', 'spike"\ntarget = "x"')
     )
-    done = shell("run", "spec.toml", XDG_CACHE_HOME=str(Path.cwd() / "cache"))
-    assert done.returncode == 2
-    assert "[[perturbation]] 1: target 'x' of 'lr_spike' is in none of the paths" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert [path for path in contents(Path.cwd()) if not path.startswith("cache")] == ["spec.toml"]
+    process = run_in_shell("run", "spec.toml", XDG_CACHE_HOME=str(Path.cwd() / "cache"))
+    assert process.returncode == 2
+    assert "[[perturbation]] 1: target 'x' of 'lr_spike' is in none of the paths" in process.stderr
+    assert len(process.stderr.splitlines()) == 1
+    assert [path for path in folder_digests(Path.cwd()) if not path.startswith("cache")] == ["spec.toml"]
 
 
 @pytest.mark.exhaustive
@@ -537,34 +539,34 @@ def test_a_wrong_spec_in_a_shell():
         ({"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}, 4),
     ],
 )
-def test_one_device_for_each_core(environment, devices):
+def test_there_is_one_device_for_each_core(environment, devices):
     code = (
         "import jax; from pathlib import Path; from jaxaudit.cli.main import prepare_jax; prepare_jax(); "
         "print(len(jax.devices('cpu')), Path(jax.config.jax_compilation_cache_dir).parent)"
     )
-    own = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
-    done = subprocess.run(
+    inherited = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
+    process = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        env=own | {"XDG_CACHE_HOME": "/somewhere", "JAX_PLATFORMS": "cpu"} | environment,
+        env=inherited | {"XDG_CACHE_HOME": "/somewhere", "JAX_PLATFORMS": "cpu"} | environment,
         check=True,
     )
-    assert done.stdout.split() == [str(devices), "/somewhere/jaxaudit"]
+    assert process.stdout.split() == [str(devices), "/somewhere/jaxaudit"]
 
 
 @pytest.mark.exhaustive
-def test_a_command_keeps_no_programs_where_it_is_told_so():
+def test_a_command_caches_no_programs_if_this_is_disabled():
     code = "import jax; from jaxaudit.cli.main import *; prepare_jax(); print(jax.config.jax_compilation_cache_dir)"
-    own = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
-    env = own | {"JAXAUDIT_CACHE": "off", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
-    assert done.stdout.strip() == "None"
+    inherited = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    env = inherited | {"JAXAUDIT_CACHE": "off", "JAX_PLATFORMS": "cpu"}
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert process.stdout.strip() == "None"
 
 
-def test_workers_of_a_run_that_is_there_have_the_cores_it_was_planned_for(tmp_path, capsys):
-    def cpus(*given):
-        arguments = parser().parse_args(["resume", str(tmp_path), "--on", "local", *given])
+def test_workers_of_an_existing_run_have_the_planned_cores(tmp_path, capsys):
+    def cpus(*options):
+        arguments = parser().parse_args(["resume", str(tmp_path), "--on", "local", *options])
         return cli._workers(arguments, tmp_path).cpus
 
     assert cpus() == 1

@@ -4,7 +4,7 @@ import contextlib
 import io
 import json
 
-import noisy  # noqa: F401  registers its learner
+import noisy  # noqa: F401  registers the learner
 import numpy as np
 import pandas as pd
 import pytest
@@ -17,8 +17,8 @@ from jaxaudit.monitoring.monitor_logs import _alpha
 STEPS = 60
 
 
-def write(folder, name, seed, spike=None, steps=STEPS):
-    """A run's log: a falling loss, a gradient norm that goes with it, a clock, and a schedule."""
+def write_log(folder, name, seed, spike=None, steps=STEPS):
+    """Writes a run's log: a falling loss, a correlated gradient norm, a clock, and a schedule."""
     random = np.random.default_rng(seed)
     t = np.arange(steps)
     noise = random.normal(size=(steps, 2)) * 0.05
@@ -34,7 +34,7 @@ def write(folder, name, seed, spike=None, steps=STEPS):
 
 @pytest.fixture(autouse=True, scope="module")
 def no_figures():
-    """Their files take most of a report's time."""
+    """Skips the figures' files, which take most of a report's time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxaudit.report.page.write_figures", lambda *_: None)
         yield
@@ -43,11 +43,11 @@ def no_figures():
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("logs")
-    clean = [write(folder, f"clean{i}.csv", i) for i in range(40)]
-    odd = write(folder, "odd.csv", 100)
-    frame = pd.read_csv(odd)
-    pd.concat([frame[:20], frame[19:20].add([0, 0.01, 0, 0, 0]), frame[30:]]).to_csv(odd, index=False)
-    return clean, write(folder, "good.csv", 100), write(folder, "bad.csv", 101, spike=30), odd
+    clean = [write_log(folder, f"clean{i}.csv", i) for i in range(40)]
+    with_gaps = write_log(folder, "odd.csv", 100)
+    frame = pd.read_csv(with_gaps)
+    pd.concat([frame[:20], frame[19:20].add([0, 0.01, 0, 0, 0]), frame[30:]]).to_csv(with_gaps, index=False)
+    return clean, write_log(folder, "good.csv", 100), write_log(folder, "bad.csv", 101, spike=30), with_gaps
 
 
 @pytest.fixture(
@@ -58,86 +58,89 @@ def logs(tmp_path_factory):
         pytest.param("lru", marks=pytest.mark.slow),
     ],
 )
-def monitored(request, logs, tmp_path_factory):
-    """Exit code, the folder, and what was said."""
+def scored_runs(request, logs, tmp_path_factory):
+    """Returns the exit code, the folder, and standard output."""
     clean, *runs = logs
     out = tmp_path_factory.mktemp("out") / "scored"
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        given = [*map(str, runs), "--clean", *map(str, clean), "--model", request.param]
-        code = main(["monitor", *given, "-o", str(out)])
-    return code, out, said.getvalue()
+    with contextlib.redirect_stdout(io.StringIO()) as stdout:
+        arguments = [*map(str, runs), "--clean", *map(str, clean), "--model", request.param]
+        code = main(["monitor", *arguments, "-o", str(out)])
+    return code, out, stdout.getvalue()
 
 
 @pytest.mark.exhaustive
-def test_a_run_that_went_wrong_is_told_from_one_that_did_not(monitored):
-    code, out, _ = monitored
+def test_a_failed_run_raises_an_alarm_and_a_good_one_does_not(scored_runs):
+    code, out, _ = scored_runs
     assert code == 0
     alarms = pd.read_csv(out / "alarms.csv")
-    named = [path.rsplit("/")[-1] for path in alarms.run]
-    assert named == ["bad.csv"]
+    names = [path.rsplit("/")[-1] for path in alarms.run]
+    assert names == ["bad.csv"]
     assert 300 <= alarms.step[0] <= 330
     assert alarms.channels[0].startswith("loss ")
-    told = json.loads((out / "monitored.json").read_text())
-    assert told["channels"] == ["loss", "gradient_norm"]  # the rate is set, and the clock rises
-    assert (told["clean_runs"], told["calibrated_on"], told["alpha"]) == (40, 20, 0.05)
-    assert any("seconds" in note for note in told["notes"])
+    monitored = json.loads((out / "monitored.json").read_text())
+    assert monitored["channels"] == ["loss", "gradient_norm"]  # the learning rate is scheduled, and the clock rises
+    assert (monitored["clean_runs"], monitored["calibrated_on"], monitored["alpha"]) == (40, 20, 0.05)
+    assert any("seconds" in note for note in monitored["notes"])
     data = xr.open_zarr(out / "monitored.zarr")
     assert dict(data.sizes) == {"run": 3, "step": STEPS, "channel": 2, "component": 2, "quantile": 3}
     assert float(abs(data.distance.sel(channel="loss").isel(run=1, step=-1))) > 8
-    again = Monitor.load(out / "monitor.npz")
-    assert again.threshold(0.05) == told["threshold"]
+    monitor = Monitor.load(out / "monitor.npz")
+    assert monitor.threshold(0.05) == monitored["threshold"]
     page = (out / "report.html").read_text()
     assert "bad.csv" in page
     assert "alarm" in page
 
 
 def test_one_channel_is_enough(logs, tmp_path):
-    """The default monitor's meta-state then has one entry."""
+    """The default monitor's meta-state has one entry in this case."""
     clean, _, bad, _ = logs
     out = tmp_path / "out"
-    given = [str(bad), "--clean", *map(str, clean), "--channels", "loss", "-o", str(out)]
-    assert main(["monitor", *given]) == 0
+    arguments = [str(bad), "--clean", *map(str, clean), "--channels", "loss", "-o", str(out)]
+    assert main(["monitor", *arguments]) == 0
     assert 300 <= pd.read_csv(out / "alarms.csv").step[0] <= 330
     assert scorer(DEFAULT) == Monitor.load(out / "monitor.npz").expectation.model
 
 
-def sentence(capsys, *arguments):
-    """Exit code and what is on stderr."""
-    code = main([str(a) for a in arguments])
+def run_and_get_error(capsys, *arguments):
+    """Returns the exit code and standard error."""
+    code = main([str(argument) for argument in arguments])
     return code, capsys.readouterr().err
 
 
-def test_what_a_user_can_mistake_is_one_sentence(logs, tmp_path, capsys):
+def test_users_errors_are_reported_in_one_sentence(logs, tmp_path, capsys):
     clean, good, *_ = logs
-    few = list(clean[:4])
+    few_runs = list(clean[:4])
     out = tmp_path / "out"
     short = tmp_path / "short.csv"
     short.write_text("step,reward\n0,1.5\n1,2.5\n2,2.0\n")
     cases = [
-        ([tmp_path / "no.csv", "--clean", *few], "no.csv"),
+        ([tmp_path / "no.csv", "--clean", *few_runs], "no.csv"),
         ([good, "--clean", clean[0]], "a monitor learns from two earlier runs or more, not 1"),
-        ([good, "--clean", *few, "--channels", "lss"], "did you mean 'loss'?"),
-        ([short, "--clean", *few], "no channel of a new run"),
-        ([good, "--clean", *few, "--alpha", "0.05"], "too few for a false-alarm rate of 0.05: it takes 19"),
-        ([good, "--clean", *few, "--channels", "rate"], "no channel of a new run differs between the earlier runs"),
+        ([good, "--clean", *few_runs, "--channels", "lss"], "did you mean 'loss'?"),
+        ([short, "--clean", *few_runs], "no channel of a new run"),
+        ([good, "--clean", *few_runs, "--alpha", "0.05"], "too few for a false-alarm rate of 0.05: it takes 19"),
+        (
+            [good, "--clean", *few_runs, "--channels", "rate"],
+            "no channel of a new run differs between the earlier runs",
+        ),
     ]
     for arguments, words in cases:
-        code, error = sentence(capsys, "monitor", *arguments, "-o", out)
+        code, error = run_and_get_error(capsys, "monitor", *arguments, "-o", out)
         assert (code, words in error, error.count("\n")) == (2, True, 1), error
         assert not out.exists()
     out.mkdir()
     (out / "mine").write_text("x")
-    code, error = sentence(capsys, "monitor", good, "--clean", *few, "-o", out)
+    code, error = run_and_get_error(capsys, "monitor", good, "--clean", *few_runs, "-o", out)
     assert (code, "exists and is not empty; name another with -o" in error) == (2, True)
     assert [path.name for path in out.iterdir()] == ["mine"]
 
 
-def test_gaps_and_repeated_steps_are_notes(monitored):
-    _, out, said = monitored
+def test_gaps_and_repeated_steps_are_noted(scored_runs):
+    _, out, stdout = scored_runs
     notes = json.loads((out / "monitored.json").read_text())["notes"]
     for words in ("more than once", "from step 200 to 290"):
         assert any(words in note for note in notes), words
-        assert words in said
+        assert words in stdout
 
 
 def test_few_runs_allow_more_false_alarms():
@@ -173,34 +176,34 @@ duration = "end"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Clean trainings in one folder, disturbed ones of other seeds in another."""
+    """Returns a folder of clean runs, and one of perturbed runs with other seeds."""
     folder = tmp_path_factory.mktemp("runs")
-    made = []
+    folders = []
     for name, seeds, perturbation in (("clean", 60, ""), ("disturbed", list(range(1000, 1008)), SPIKE)):
         spec = folder / f"{name}.toml"
         spec.write_text(SPEC.format(seeds=seeds, perturbation=perturbation))
         assert main(["run", str(spec), "-o", str(folder / name)]) == 0
-        made.append(folder / name)
-    return made
+        folders.append(folder / name)
+    return folders
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "model", [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("ensemble", "chart", "lru")]
 )
-def test_runs_are_compared(runs, tmp_path, capsys, model):
+def test_detect_compares_detectors_over_runs(runs, tmp_path, capsys, model):
     assert main(["detect", *map(str, runs), "-o", str(tmp_path / "out"), "--folds", "2", "--model", model]) == 0
-    said = capsys.readouterr().out
+    stdout = capsys.readouterr().out
     controls = pd.concat([pd.read_csv(run / "metrics.csv") for run in runs]).query("condition == 'control'")
     clean = int((~np.isfinite(controls.collapse_time)).sum())
     assert 60 <= clean < len(controls) == 68
-    assert f"{clean} clean and 8 disturbed lanes; {68 - clean} control" in said
+    assert f"{clean} clean and 8 disturbed lanes; {68 - clean} control" in stdout
     (folder,) = (tmp_path / "out").iterdir()
     detectors = pd.read_csv(folder / "detectors.csv")
-    mine = detectors[detectors.detector == scorer(model).title].iloc[0]
-    assert mine.detected == 1
-    assert mine.false_alarms <= 0.2
-    assert mine.auroc > 0.98
+    row = detectors[detectors.detector == scorer(model).title].iloc[0]
+    assert row.detected == 1
+    assert row.false_alarms <= 0.2
+    assert row.auroc > 0.98
     conditions = pd.read_csv(folder / "conditions.csv")
     assert list(conditions.condition) == ["clean", "lr_spike 60"]
     assert list(conditions.lanes) == [clean, 8]
@@ -217,13 +220,13 @@ def test_runs_are_compared(runs, tmp_path, capsys, model):
 @pytest.mark.exhaustive
 def test_runs_that_cannot_be_compared_are_refused(runs, tmp_path, capsys):
     clean, disturbed = runs
-    code, error = sentence(capsys, "detect", clean, "-o", tmp_path / "out")
+    code, error = run_and_get_error(capsys, "detect", clean, "-o", tmp_path / "out")
     assert (code, "no lane is disturbed" in error) == (2, True)
-    code, error = sentence(capsys, "detect", disturbed, "-o", tmp_path / "out")
+    code, error = run_and_get_error(capsys, "detect", disturbed, "-o", tmp_path / "out")
     assert (code, "clean lanes are too few" in error) == (2, True)
-    code, error = sentence(capsys, "detect", tmp_path, "-o", tmp_path / "out")
+    code, error = run_and_get_error(capsys, "detect", tmp_path, "-o", tmp_path / "out")
     assert (code, "is not a run's folder" in error) == (2, True)
-    code, error = sentence(capsys, "detect", *runs, "-o", tmp_path / "out", "--channels", "los")
+    code, error = run_and_get_error(capsys, "detect", *runs, "-o", tmp_path / "out", "--channels", "los")
     assert (code, "no channel 'los'" in error) == (2, True)
     assert not (tmp_path / "out").exists()
 

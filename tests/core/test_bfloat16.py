@@ -1,4 +1,4 @@
-"""Sums that bfloat16 values go into, each alone, against float64 on the same values."""
+"""Sums over bfloat16 values, each one compared with float64 on the same values."""
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,12 @@ from jaxaudit.models import gpt2
 
 pytestmark = pytest.mark.exhaustive
 
-ALLOWED = 1e-2
-"""Of a Frobenius norm; 24% is what a sum of frequent tokens' rows in bfloat16 was off."""
+TOLERANCE = 1e-2
+"""The largest allowed error, relative to the Frobenius norm. Summing frequent tokens' rows in bfloat16 gave 24%."""
 
 
-def half(*shape, seed=0, mean=0.0):
-    """Values in bfloat16; with a mean sums grow, and what is added to them in bfloat16 gets lost."""
+def bfloat16_values(*shape, seed=0, mean=0.0):
+    """Returns random values in bfloat16. With a mean other than zero, sums in bfloat16 grow and lose small terms."""
     return jnp.asarray(np.random.default_rng(seed).normal(mean, 1, shape), jnp.bfloat16)
 
 
@@ -30,60 +30,69 @@ def as_float64(x):
     return np.asarray(x, np.float64)
 
 
-def off_by(found, exact):
-    assert found.shape == exact.shape
-    return np.linalg.norm(as_float64(found) - exact) / np.linalg.norm(exact)
+def relative_error(result, exact):
+    assert result.shape == exact.shape
+    return np.linalg.norm(as_float64(result) - exact) / np.linalg.norm(exact)
 
 
-def assert_close(found, exact):
-    for mine, wanted in zip(found, exact, strict=True):
-        assert off_by(mine, wanted) < ALLOWED
+def assert_close(results, exact):
+    for result, expected in zip(results, exact, strict=True):
+        assert relative_error(result, expected) < TOLERANCE
 
 
-def test_layer_norm():
-    x, scale, bias, weights = half(2048, 64, mean=3), jnp.ones(64) * 1.5, jnp.ones(64), half(2048, 64, seed=1, mean=1)
-    result, back = jax.vjp(lambda *a: layer_norm(*a, 1e-5, jnp.bfloat16), x, scale, bias)
+def test_layer_norm_and_its_gradients_are_accurate():
+    x, scale, bias, weights = (
+        bfloat16_values(2048, 64, mean=3),
+        jnp.ones(64) * 1.5,
+        jnp.ones(64),
+        bfloat16_values(2048, 64, seed=1, mean=1),
+    )
+    result, vjp = jax.vjp(lambda *a: layer_norm(*a, 1e-5, jnp.bfloat16), x, scale, bias)
     z, w = as_float64(x), as_float64(weights)
     inverse = 1 / np.sqrt(z.var(-1, keepdims=True) + 1e-5)
-    normal, by_normal = (z - z.mean(-1, keepdims=True)) * inverse, 1.5 * w
-    mean = by_normal.mean(-1, keepdims=True)
-    by_x = inverse * (by_normal - mean - normal * (by_normal * normal).mean(-1, keepdims=True))
-    assert_close([result, *back(weights)], [1.5 * normal + 1, by_x, (w * normal).sum(0), w.sum(0)])
+    normal, grad_normal = (z - z.mean(-1, keepdims=True)) * inverse, 1.5 * w
+    mean = grad_normal.mean(-1, keepdims=True)
+    grad_x = inverse * (grad_normal - mean - normal * (grad_normal * normal).mean(-1, keepdims=True))
+    assert_close([result, *vjp(weights)], [1.5 * normal + 1, grad_x, (w * normal).sum(0), w.sum(0)])
 
 
-def test_softmax_and_sums_of_attention():
-    query, key, value, weights = (half(1, 2, 256, 16, seed=seed, mean=seed / 3) for seed in range(4))
+def test_attention_and_its_gradients_are_accurate():
+    query, key, value, weights = (bfloat16_values(1, 2, 256, 16, seed=seed, mean=seed / 3) for seed in range(4))
     q, k, v, w = map(as_float64, (query, key, value, weights))
-    result, back = jax.vjp(attend, query, key, value)
+    result, vjp = jax.vjp(attend, query, key, value)
     scores = np.where(np.tril(np.ones((256, 256), bool)), q @ k.swapaxes(-1, -2) / 4, -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
-    by_p = w @ v.swapaxes(-1, -2)
-    by_scores = p * (by_p - (p * by_p).sum(-1, keepdims=True)) / 4
-    gradients = [by_scores @ k, by_scores.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ w]
-    assert_close([result, *back(weights)], [p @ v, *gradients])
+    grad_p = w @ v.swapaxes(-1, -2)
+    grad_scores = p * (grad_p - (p * grad_p).sum(-1, keepdims=True)) / 4
+    gradients = [grad_scores @ k, grad_scores.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ w]
+    assert_close([result, *vjp(weights)], [p @ v, *gradients])
 
 
 def attend(query, key, value):
-    """Attention of `[B, heads, T, d]`."""
-    turned = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-    return jnp.swapaxes(causal_attention(*turned), 1, 2)
+    """Computes attention of `[B, heads, T, d]`."""
+    transposed = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+    return jnp.swapaxes(causal_attention(*transposed), 1, 2)
 
 
 @pytest.mark.parametrize("block", [None, 500])
-def test_the_loss_and_log_probabilities(block):
-    """Of tokens of which few are most, as of words."""
+def test_the_loss_and_log_probabilities_are_accurate(block):
+    """The distribution of tokens is as skewed as that of words."""
     count, entries, width = 4000, 200, 32
-    chances = 1 / np.arange(1, entries + 1)
-    tokens = np.random.default_rng(0).choice(entries, count, p=chances / chances.sum())
-    hidden, embedding, weights = half(count, width, mean=0.3), half(entries, width, seed=1), np.full(count, 1 / count)
+    frequencies = 1 / np.arange(1, entries + 1)
+    tokens = np.random.default_rng(0).choice(entries, count, p=frequencies / frequencies.sum())
+    hidden, embedding, weights = (
+        bfloat16_values(count, width, mean=0.3),
+        bfloat16_values(entries, width, seed=1),
+        np.full(count, 1 / count),
+    )
     h, e = as_float64(hidden), as_float64(embedding)
     logits = h @ e.T
-    logs = logits - logits.max(1, keepdims=True)
-    logs -= np.log(np.exp(logs).sum(1, keepdims=True))
-    of_token, entropy = logs[np.arange(count), tokens], -(np.exp(logs) * logs).sum(1)
-    by_logits = (np.exp(logs) - np.eye(entries)[tokens]) / count
-    gradients = [by_logits @ e, by_logits.T @ h]
+    log_probs = logits - logits.max(1, keepdims=True)
+    log_probs -= np.log(np.exp(log_probs).sum(1, keepdims=True))
+    token_log_probs, entropy = log_probs[np.arange(count), tokens], -(np.exp(log_probs) * log_probs).sum(1)
+    grad_logits = (np.exp(log_probs) - np.eye(entries)[tokens]) / count
+    gradients = [grad_logits @ e, grad_logits.T @ h]
 
     def loss(hidden, embedding):
         return cross_entropy(hidden, embedding, tokens, jnp.float32(weights), block=block).loss
@@ -92,58 +101,56 @@ def test_the_loss_and_log_probabilities(block):
         return -jnp.mean(token_log_probability(hidden, embedding, tokens, block=block)[0])
 
     for function in (loss, negative):
-        value, found = jax.value_and_grad(function, (0, 1))(hidden, embedding)
-        assert_close([value, *found], [-of_token.mean(), *gradients])
-    assert_close(token_log_probability(hidden, embedding, tokens, block=block), [of_token, entropy])
+        value, grads = jax.value_and_grad(function, (0, 1))(hidden, embedding)
+        assert_close([value, *grads], [-token_log_probs.mean(), *gradients])
+    assert_close(token_log_probability(hidden, embedding, tokens, block=block), [token_log_probs, entropy])
 
 
-def test_gradients_of_weights_and_biases_over_thousands_of_rows():
-    x, weights = half(8192, 24, mean=1), half(8192, 16, seed=1, mean=1)
+def test_gradients_over_thousands_of_rows_are_accurate():
+    x, weights = bfloat16_values(8192, 24, mean=1), bfloat16_values(8192, 16, seed=1, mean=1)
     layer = gpt2.dense(16, 0.02, jnp.bfloat16, "layer")
     params = layer.init(jax.random.key(0), x)
-    by_params = jax.grad(lambda p: jnp.sum((layer.apply(p, x) * weights).astype(jnp.float32)))(params)["params"]
-    assert by_params["bias"].dtype == by_params["kernel"].dtype == jnp.float32
-    assert_close(
-        [by_params["kernel"], by_params["bias"]], [as_float64(x).T @ as_float64(weights), as_float64(weights).sum(0)]
-    )
+    grads = jax.grad(lambda p: jnp.sum((layer.apply(p, x) * weights).astype(jnp.float32)))(params)["params"]
+    assert grads["bias"].dtype == grads["kernel"].dtype == jnp.float32
+    assert_close([grads["kernel"], grads["bias"]], [as_float64(x).T @ as_float64(weights), as_float64(weights).sum(0)])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_clipping_norms_and_moments(dtype):
-    """Of gradients in either type, over as many steps as the second moment remembers."""
-    gradients = half(1000, 3000, mean=0.1)
+def test_clipping_norms_and_moments_are_accurate(dtype):
+    """The gradients have either type, over as many steps as the second moment remembers."""
+    gradients = bfloat16_values(1000, 3000, mean=0.1)
     optimizer = Optimizer(optax.scale_by_adam(b1=0.9, b2=0.999), 1e-3, max_norm=1.0)
     params = {"w": jnp.zeros(3000)}
 
     def step(carry, gradient):
-        params, state, done = optimizer.update(*carry, {"w": gradient.astype(dtype)}, Taps())
-        return (params, state), (done.gradient_norm, done.update_norm)
+        params, state, update = optimizer.update(*carry, {"w": gradient.astype(dtype)}, Taps())
+        return (params, state), (update.gradient_norm, update.update_norm)
 
     (params, state), (norms, _) = jax.lax.scan(step, (params, optimizer.init(params)), gradients)
     exact = as_float64(gradients)
-    sizes = np.linalg.norm(exact, axis=1)
-    clipped = exact / np.maximum(sizes, 1.0)[:, None]
+    expected_norms = np.linalg.norm(exact, axis=1)
+    clipped = exact / np.maximum(expected_norms, 1.0)[:, None]
     first, second, w = np.zeros(3000), np.zeros(3000), np.zeros(3000)
     for t, g in enumerate(clipped, 1):
         first, second = 0.9 * first + 0.1 * g, 0.999 * second + 0.001 * g**2
         w -= 1e-3 * (first / (1 - 0.9**t)) / (np.sqrt(second / (1 - 0.999**t)) + 1e-8)
     assert state.mu["w"].dtype == state.nu["w"].dtype == params["w"].dtype == norms.dtype == jnp.float32
-    assert_close([norms, state.mu["w"], state.nu["w"], params["w"]], [sizes, first, second, w])
+    assert_close([norms, state.mu["w"], state.nu["w"], params["w"]], [expected_norms, first, second, w])
 
 
 def language_model(corpus):
-    few = {"context": 16, "batch_size": 2, "accumulation": 2, "held_out": 2}
-    return ja.learners.language_model(corpus, size="nano", precision="bfloat16", **few)
+    settings = {"context": 16, "batch_size": 2, "accumulation": 2, "held_out": 2}
+    return ja.learners.language_model(corpus, size="nano", precision="bfloat16", **settings)
 
 
 def grpo(_):
-    few = {"prompts": 2, "group_size": 2, "performance_rows": 2, "warm_start": 2, "warm_start_rows": 2}
-    return ja.learners.grpo("hop", precision="bfloat16", **few)
+    settings = {"prompts": 2, "group_size": 2, "performance_rows": 2, "warm_start": 2, "warm_start_rows": 2}
+    return ja.learners.grpo("hop", precision="bfloat16", **settings)
 
 
 @pytest.mark.parametrize("make", [language_model, pytest.param(grpo, marks=pytest.mark.exhaustive)])
 def test_a_learners_sums_and_state_are_float32(make, corpus):
-    """The sum that a broadcast becomes in a derivative has the broadcast's type, and a GPU may add up in it."""
+    """The sum that is the derivative of a broadcast has the broadcast's type, and a GPU may accumulate in that type."""
     learner = make(corpus)
 
     def step(state, key, data):
@@ -157,14 +164,14 @@ def test_a_learners_sums_and_state_are_float32(make, corpus):
     assert {x.dtype for x in floats} == {jnp.dtype(jnp.float32)}
 
 
-def test_gradients_of_places():
-    """Of an embedding of places, over a batch; tokens' are in `test_embedding.py`."""
-    places, weights = gpt2.Embedding(10, 8, dtype=jnp.bfloat16), half(4000, 6, 8, mean=1)
+def test_gradients_of_position_embeddings_are_accurate():
+    """The gradients of position embeddings over a batch. `test_embedding.py` tests those of tokens."""
+    positions, weights = gpt2.Embedding(10, 8, dtype=jnp.bfloat16), bfloat16_values(4000, 6, 8, mean=1)
     params = {"params": {"embedding": jnp.ones((10, 8))}}
 
     def weighted(params):
-        return jnp.sum((places.apply(params, weights.shape, method="first") * weights).astype(jnp.float32))
+        return jnp.sum((positions.apply(params, weights.shape, method="first") * weights).astype(jnp.float32))
 
-    found = jax.grad(weighted)(params)["params"]["embedding"]
-    assert found.dtype == jnp.float32
-    assert off_by(found, np.pad(as_float64(weights).sum(0), ((0, 4), (0, 0)))) < 1e-5
+    gradient = jax.grad(weighted)(params)["params"]["embedding"]
+    assert gradient.dtype == jnp.float32
+    assert relative_error(gradient, np.pad(as_float64(weights).sum(0), ((0, 4), (0, 0)))) < 1e-5

@@ -1,4 +1,4 @@
-"""A learner's first version: what is wrong with it is one sentence with its place, before anything is trained."""
+"""Mistakes in the first version of a learner: each gives one sentence with its place in the code, before training."""
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,8 @@ def step(x, key, taps):
     return descend(x, taps), {"performance": -jnp.sum(x**2)}
 
 
-def gives(state=lambda x: x, **channels):
-    """A step that makes these of the state."""
+def step_with(state=lambda x: x, **channels):
+    """Returns a step with these functions of the state."""
 
     def step(x, key, taps):
         telemetry = {name: channel(x) for name, channel in channels.items()}
@@ -49,13 +49,13 @@ MISTAKES = {
     "three values": ({"step": lambda x, key, taps: (x, {}, 1)}, "step returns 3 values, where it must return two"),
     "nothing": ({"step": lambda x, key, taps: None}, "step returns a NoneType, where it must return two"),
     "a list for telemetry": ({"step": lambda x, key, taps: (x, [1.0])}, "step returns a list for telemetry"),
-    "no performance": ({"step": gives(loss=total)}, "telemetry has no 'performance'; it has: loss"),
+    "no performance": ({"step": step_with(loss=total)}, "telemetry has no 'performance'; it has: loss"),
     "performance of each environment": (
-        {"step": gives(performance=lambda x: x)},
+        {"step": step_with(performance=lambda x: x)},
         r"an array of shape \(3,\) for 'performance', which must be one number",
     ),
     "float()": (
-        {"step": gives(performance=lambda x: float(total(x)))},
+        {"step": step_with(performance=lambda x: float(total(x)))},
         r"step takes the value of an array in Python \(test_first_mistakes.py, line \d+: .*float\(total\(x\)\)",
     ),
     "if": (
@@ -63,29 +63,35 @@ MISTAKES = {
         "use jnp.where or jax.lax.cond for if",
     ),
     "NumPy on a traced array": (
-        {"step": gives(performance=lambda x: np.sum(np.asarray(x)))},
+        {"step": step_with(performance=lambda x: np.sum(np.asarray(x)))},
         "step takes the value of an array in Python .*jax.numpy for NumPy",
     ),
     "another type": (
-        {"step": gives(lambda x: x.astype(jnp.bfloat16), performance=total)},
+        {"step": step_with(lambda x: x.astype(jnp.bfloat16), performance=total)},
         r"step returns bfloat16\[3\] at the root, where it got float32\[3\]",
     ),
     "a longer state": (
-        {"step": gives(lambda x: jnp.append(x, 1.0), performance=total)},
+        {"step": step_with(lambda x: jnp.append(x, 1.0), performance=total)},
         r"step returns float32\[4\] at the root, where it got float32\[3\]",
     ),
     "a string for a channel": (
-        {"step": gives(performance=total, note=lambda x: "hi")},
+        {"step": step_with(performance=total, note=lambda x: "hi")},
         r"step's telemetry has 'hi' \(str\) for 'note'",
     ),
-    "a list of strings": ({"step": gives(performance=total, tags=lambda x: ["a", "b"])}, "telemetry has .* for 'tags'"),
-    "None for a channel": ({"step": gives(performance=total, loss=lambda x: None)}, r"'None' \(NoneType\) for 'loss'"),
+    "a list of strings": (
+        {"step": step_with(performance=total, tags=lambda x: ["a", "b"])},
+        "telemetry has .* for 'tags'",
+    ),
+    "None for a channel": (
+        {"step": step_with(performance=total, loss=lambda x: None)},
+        r"'None' \(NoneType\) for 'loss'",
+    ),
     "a key for a channel": (
         {"step": lambda x, key, taps: (descend(x, taps), {"performance": total(x), "key": key})},
         "telemetry has .* for 'key'",
     ),
     "channels in a dict": (
-        {"step": gives(performance=total, losses=lambda x: {"actor": total(x)})},
+        {"step": step_with(performance=total, losses=lambda x: {"actor": total(x)})},
         "a dict for 'losses'; make its entries channels, as 'losses/actor'",
     ),
     "a string in the state": (
@@ -112,7 +118,7 @@ MISTAKES = {
     ),
     "a callback": (
         {
-            "step": gives(
+            "step": step_with(
                 performance=lambda x: jax.pure_callback(
                     lambda v: np.float32(v.sum()), jax.ShapeDtypeStruct((), jnp.float32), x
                 )
@@ -138,22 +144,22 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_first_mistake_is_one_sentence(name):
+def test_a_mistake_is_reported_in_one_sentence(name):
     functions, words = MISTAKES[name]
     learner = ja.Learner(**{"init": init, "step": step, **functions})
-    with pytest.raises(ValueError, match=words) as caught:
+    with pytest.raises(ValueError, match=words) as error:
         ja.audit(learner, [ja.lr_spike(3.0, onset=0.5)], seeds=2, steps=30)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
 
 
-def audited(learner, *perturbations):
-    found = ja.audit(learner, perturbations, seeds=3, steps=30)
-    assert np.isfinite(found.telemetry.performance).all()
-    return found.telemetry.performance.values
+def train(learner, *perturbations):
+    result = ja.audit(learner, perturbations, seeds=3, steps=30)
+    assert np.isfinite(result.telemetry.performance).all()
+    return result.telemetry.performance.values
 
 
-def test_an_optimizer_may_be_made_in_init():
-    """As flax' tutorials and purejaxrl make it: another function in each trace, in the state's tree."""
+def test_an_optimizer_may_be_created_in_init():
+    """As in flax' tutorials and purejaxrl: each trace has another function object in the state's tree."""
 
     def make(tx):
         def begin(key):
@@ -168,12 +174,12 @@ def test_an_optimizer_may_be_made_in_init():
 
     shared = optax.adam(0.1)
     noise = ja.weight_noise(0.1, onset=0.5)
-    inside, outside = audited(make(lambda: optax.adam(0.1)), noise), audited(make(lambda: shared), noise)
+    inside, outside = train(make(lambda: optax.adam(0.1)), noise), train(make(lambda: shared), noise)
     np.testing.assert_array_equal(inside, outside)
     assert (inside[:, 0] != inside[:, 1]).any()
 
 
-def test_a_step_may_make_its_optimizer_anew():
+def test_a_step_may_recreate_its_optimizer():
     def begin(key):
         return TrainState.create(apply_fn=None, params={"w": init(key)}, tx=optax.sgd(0.1))
 
@@ -181,27 +187,27 @@ def test_a_step_may_make_its_optimizer_anew():
         state = state.replace(params=taps("params", state.params), tx=optax.sgd(0.1))
         return state.apply_gradients(grads=state.params), {"performance": -jnp.sum(state.params["w"] ** 2)}
 
-    audited(ja.Learner(begin, advance), ja.weight_noise(0.1, onset=0.5))
+    train(ja.Learner(begin, advance), ja.weight_noise(0.1, onset=0.5))
 
 
 @pytest.mark.parametrize(
-    "perturb", [ja.weight_noise(0.5, onset=0.5), ja.quantize(4.0, onset=0.5)], ids=["noise", "bits"]
+    "perturbation", [ja.weight_noise(0.5, onset=0.5), ja.quantize(4.0, onset=0.5)], ids=["noise", "bits"]
 )
-def test_random_keys_among_parameters_are_left_alone(perturb):
-    """As all of an NNX module with Dropout has them."""
+def test_random_keys_among_parameters_are_not_perturbed(perturbation):
+    """As in all NNX modules with Dropout."""
 
     def begin(key):
         return {"w": init(key), "dropout": key}
 
     def advance(state, key, taps):
         state = taps("params", state)
-        kept = jax.random.bernoulli(jax.random.fold_in(state["dropout"], 1), 0.9, (3,))
-        w = state["w"] - 0.1 * kept * state["w"]
-        told = jax.random.key_data(state["dropout"])[0].astype(jnp.float32)
-        return {**state, "w": w}, {"performance": -jnp.sum(w**2), "key": told}
+        keep_mask = jax.random.bernoulli(jax.random.fold_in(state["dropout"], 1), 0.9, (3,))
+        w = state["w"] - 0.1 * keep_mask * state["w"]
+        key_word = jax.random.key_data(state["dropout"])[0].astype(jnp.float32)
+        return {**state, "w": w}, {"performance": -jnp.sum(w**2), "key": key_word}
 
     learner = ja.Learner(begin, advance)
     assert find_sites(learner).paths["params"] == ("w",)
-    found = ja.audit(learner, [perturb], seeds=3, steps=30).telemetry
-    assert (found.key.isel(condition=0) == found.key.isel(condition=1)).all()
-    assert (found.performance.isel(condition=0, step=-1) != found.performance.isel(condition=1, step=-1)).any()
+    telemetry = ja.audit(learner, [perturbation], seeds=3, steps=30).telemetry
+    assert (telemetry.key.isel(condition=0) == telemetry.key.isel(condition=1)).all()
+    assert (telemetry.performance.isel(condition=0, step=-1) != telemetry.performance.isel(condition=1, step=-1)).any()

@@ -1,4 +1,4 @@
-"""The grid as a program: execution modes, devices, several onsets, what it refuses."""
+"""The grid as a program: execution modes, devices, several onsets, and refused arguments."""
 
 import functools
 
@@ -36,28 +36,28 @@ def performance(**options):
 
 
 @pytest.fixture(scope="module")
-def audited():
+def result():
     return ja.audit(LEARNER, PERTURBATIONS, seeds=3, steps=30)
 
 
 @pytest.fixture(scope="module")
-def expected(audited):
-    return audited.telemetry["performance"].values
+def expected(result):
+    return result.telemetry["performance"].values
 
 
 def test_without_perturbations_every_seed_is_trained_undisturbed(expected):
-    """One call sweeps seeds; the control is what it is in a grid that disturbs others."""
-    found = ja.audit(LEARNER, [], seeds=3, steps=30).telemetry
-    assert list(found.condition.values) == ["control"]
-    np.testing.assert_allclose(found["performance"].values[:, 0], expected[:, 0], rtol=1e-5)
+    """One call trains several seeds, and the control is the same as in a grid with perturbations."""
+    telemetry = ja.audit(LEARNER, [], seeds=3, steps=30).telemetry
+    assert list(telemetry.condition.values) == ["control"]
+    np.testing.assert_allclose(telemetry["performance"].values[:, 0], expected[:, 0], rtol=1e-5)
 
 
 @pytest.mark.parametrize("execution", ["map", 2, *(pytest.param(size, marks=SLOW) for size in (1, 5, 100))])
-def test_every_execution_gives_the_same_lanes(expected, execution):
+def test_all_execution_modes_give_the_same_lanes(expected, execution):
     np.testing.assert_allclose(performance(execution=execution), expected, rtol=1e-5)
 
 
-def test_one_after_the_other_a_lane_with_nothing_open_is_bitwise_its_control():
+def test_with_map_a_lane_without_open_window_is_bitwise_the_control():
     later = ja.chain(ja.lr_spike(1.0, onset=5), ja.weight_noise(0.5, onset=12))
     result = ja.audit(LEARNER, [ja.lr_spike(1.0, onset=5), later], seeds=3, steps=30, execution="map")
     control, neutral, noisy = np.moveaxis(result.telemetry["performance"].values, 1, 0)
@@ -71,8 +71,8 @@ def test_one_device_gives_the_same_lanes_as_two(expected):
     np.testing.assert_allclose(performance(devices=jax.devices()[:1]), expected, rtol=1e-5)
 
 
-def test_several_onsets_each_have_a_control_and_share_the_baseline(audited):
-    data = audited.telemetry
+def test_onsets_have_separate_controls_and_one_baseline(result):
+    data = result.telemetry
     assert list(data["condition"].values) == [
         "control @5",
         "lr_spike 3 @5",
@@ -88,13 +88,13 @@ def test_several_onsets_each_have_a_control_and_share_the_baseline(audited):
     assert data.attrs["noise_floor"] < 1e-4
 
 
-def test_forks_of_unequal_width_are_each_of_their_own_program():
+def test_fork_groups_of_unequal_width_have_separate_programs():
     plan = ja.plan(LEARNER, PERTURBATIONS[:2], seeds=3, steps=30)
     assert [batch.width for batch in layout(plan)] == [4, 10, 6]
     assert plan.lane_steps == 3 * (30 + 3 * 25 + 2 * 18)
 
 
-def test_wide_groups_fill_whole_vectors():
+def test_wide_groups_fill_entire_vectors():
     plan = ja.plan(LEARNER, [ja.lr_spike(ja.sweep(*map(float, range(2, 19))), onset=5)], seeds=2, steps=30)
     assert layout(plan)[1].width == 48
     values = ja.audit(LEARNER, [ja.lr_spike(1.0, onset=5)] * 17, seeds=2, steps=30).telemetry["performance"].values
@@ -102,7 +102,7 @@ def test_wide_groups_fill_whole_vectors():
 
 
 def small_network():
-    """Rounding shows in it, unlike in the quadratic learner."""
+    """A learner that is sensitive to rounding, unlike the quadratic one."""
     optimizer = ja.Optimizer(optax.scale_by_adam(), 0.05)
     inputs = jax.random.normal(jax.random.key(9), (32, 7))
 
@@ -139,7 +139,7 @@ NETWORK = small_network()
         pytest.param(17, 40, 48, marks=SLOW),
     ],
 )
-def test_a_neutral_lane_is_its_control_however_lanes_are_executed(execution, lanes, width):
+def test_a_neutral_lane_is_the_control_in_all_execution_modes(execution, lanes, width):
     neutral = [ja.lr_spike(1.0, onset=5, duration=10)] * (lanes - 1)
     options = {"seeds": 1, "steps": 30, "execution": execution, "devices": jax.devices()[:1]}
     assert layout(ja.plan(NETWORK, neutral, **options))[1].width == width
@@ -148,34 +148,34 @@ def test_a_neutral_lane_is_its_control_however_lanes_are_executed(execution, lan
     assert (values == values[:, :1]).all()
 
 
-def test_a_chain_acts_in_its_order_where_its_parts_share_a_site():
+def test_a_chain_acts_in_its_order_at_a_shared_site():
     rounded = ja.chain(ja.weight_noise(0.3, onset=5), ja.quantize(2.0, onset=5))
     noisy = ja.chain(ja.quantize(2.0, onset=5), ja.weight_noise(0.3, onset=5))
-    learner = weights_told()
+    learner = weights_learner()
 
     def weights(*chains):
         return ja.audit(learner, chains, seeds=1, steps=6).telemetry["weights"].values[0, 1:, 5]
 
-    apart = np.concatenate([weights(rounded), weights(noisy)])
-    assert [len(np.unique(row)) for row in apart] == [3, 50]
+    separate = np.concatenate([weights(rounded), weights(noisy)])
+    assert [len(np.unique(row)) for row in separate] == [3, 50]
     single = ja.quantize(2.0, onset=5)
-    together = weights(noisy, rounded, single)
-    np.testing.assert_array_equal(together[:2], apart[::-1])
-    slots = [ja.plan(learner, chosen, seeds=1, steps=6).program.slots for chosen in ([single, noisy], [noisy, single])]
+    joint = weights(noisy, rounded, single)
+    np.testing.assert_array_equal(joint[:2], separate[::-1])
+    slots = [ja.plan(learner, chains, seeds=1, steps=6).program.slots for chains in ([single, noisy], [noisy, single])]
     assert slots[0] == slots[1]
     assert [slot.kind.name for slot in slots[0]] == ["quantize", "weight_noise"]
 
 
-def queue_of(value, most):
-    return jnp.zeros((int(most), *value.shape))
+def queue_for(value, max_magnitude):
+    return jnp.zeros((int(max_magnitude), *value.shape))
 
 
-def queued(key, value, magnitude, queue):
+def delay(key, value, magnitude, queue):
     return queue[-1], jnp.concatenate([value[None], queue[:-1]])
 
 
-def test_a_state_may_have_the_size_of_the_grids_largest_magnitude():
-    late = ja.Kind("late", "data", "observation", queued, 2.0, init=queue_of, sized=True)
+def test_a_state_may_be_sized_by_the_grids_largest_magnitude():
+    late = ja.Kind("late", "data", "observation", delay, 2.0, init=queue_for, sized=True)
 
     def step(x, key, taps):
         return x, {"performance": taps("observation", jnp.float32(taps.step))}
@@ -183,36 +183,36 @@ def test_a_state_may_have_the_size_of_the_grids_largest_magnitude():
     learner = ja.Learner(lambda key: jnp.zeros(()), step)
     grid = ja.plan(learner, [late(ja.sweep(2.0, 3.0), onset=2, duration="end")], seeds=1, steps=9)
     assert [slot.max_magnitude for slot in grid.program.slots] == [3.0]
-    seen = ja.audit(learner, [late(3.0, onset=2, duration="end")], seeds=1, steps=9).telemetry["performance"].values
-    np.testing.assert_array_equal(seen[0, 1], [0, 1, 0, 0, 0, 2, 3, 4, 5])
+    values = ja.audit(learner, [late(3.0, onset=2, duration="end")], seeds=1, steps=9).telemetry["performance"].values
+    np.testing.assert_array_equal(values[0, 1], [0, 1, 0, 0, 0, 2, 3, 4, 5])
     with pytest.raises(ValueError, match="magnitude 4 of 'late' is above its grid's largest, 3"):
         lanes_of(grid.program, [0], [conditions([late(4.0, onset=2, duration="end")], 9)[0]])
 
 
-def weights_told():
-    """A learner that keeps its 50 weights and tells them."""
+def weights_learner():
+    """A learner that never changes its 50 weights, and reports them in its telemetry."""
 
     def step(weights, key, taps):
         weights = taps("params", weights)
         return weights, {"performance": jnp.sum(weights), "weights": weights}
 
-    named = ja.Channel.vector("weight", map(str, range(50)))
-    return ja.Learner(lambda key: jax.random.normal(key, (50,)), step, channels={"weights": named})
+    channel = ja.Channel.vector("weight", map(str, range(50)))
+    return ja.Learner(lambda key: jax.random.normal(key, (50,)), step, channels={"weights": channel})
 
 
-def test_a_learner_may_keep_a_key_of_any_generator():
+def test_a_learner_may_store_keys_of_any_generator():
     def step(state, key, taps):
-        drawn = [jax.random.normal(jax.random.fold_in(kept, 1)) for kept in state]
-        return state, {"performance": sum(drawn) + taps("reward", 0.0)}
+        samples = [jax.random.normal(jax.random.fold_in(stored_key, 1)) for stored_key in state]
+        return state, {"performance": sum(samples) + taps("reward", 0.0)}
 
     learner = ja.Learner(lambda key: [jax.random.key(3, impl=name) for name in ("rbg", "threefry2x32")], step)
-    told = ja.audit(learner, [ja.reward_scale(2.0, onset=2)], seeds=1, steps=4).telemetry["performance"].values
-    assert (told == told[0, 0, 0]).all()
+    values = ja.audit(learner, [ja.reward_scale(2.0, onset=2)], seeds=1, steps=4).telemetry["performance"].values
+    assert (values == values[0, 0, 0]).all()
 
 
 @pytest.mark.parametrize(("execution", "disturbed"), [("vmap", True), ("vmap", False), (1, True)])
 def test_a_learner_may_have_arrays_of_size_zero(expected, execution, disturbed):
-    """jaxlib 0.11 cannot compile them for two devices as they are, and no `jax.lax.map` in batches takes them."""
+    """jaxlib 0.11 cannot compile such arrays for two devices, and `jax.lax.map` in batches refuses them."""
     constant = jnp.zeros(0)
 
     def init(key, data):
@@ -220,69 +220,70 @@ def test_a_learner_may_have_arrays_of_size_zero(expected, execution, disturbed):
         return LEARNER.init(key), empty | {"of_data": data["none"]}
 
     def step(state, key, taps):
-        own, telemetry = LEARNER.step(state[0], key, taps)
+        inner_state, telemetry = LEARNER.step(state[0], key, taps)
         rows = jax.lax.fori_loop(0, 2, lambda i, rows: rows + taps.data["some"], state[1]["rows"])
-        empty_sum = rows.sum() + jnp.sum(constant * own[0]["critic"]["bias"])
-        return (own, state[1] | {"rows": rows}), telemetry | {"empty_sum": empty_sum}
+        empty_sum = rows.sum() + jnp.sum(constant * inner_state[0]["critic"]["bias"])
+        return (inner_state, state[1] | {"rows": rows}), telemetry | {"empty_sum": empty_sum}
 
     data = {"some": np.ones(3, np.float32), "none": np.zeros((0, 4), np.int32)}
     learner = ja.Learner(init, step, name="with nothing", data=data, init_reads_data=True)
     perturbations = PERTURBATIONS if disturbed else []
-    found = ja.audit(learner, perturbations, seeds=3, steps=30, execution=execution).telemetry
+    telemetry = ja.audit(learner, perturbations, seeds=3, steps=30, execution=execution).telemetry
     lanes = expected if disturbed else expected[:, :1]
-    np.testing.assert_allclose(found["performance"].values, lanes, rtol=1e-5)
-    assert (found["empty_sum"].values == 0).all()
+    np.testing.assert_allclose(telemetry["performance"].values, lanes, rtol=1e-5)
+    assert (telemetry["empty_sum"].values == 0).all()
 
 
-def test_each_device_makes_arrays_of_size_zero_for_itself(monkeypatch):
-    """What is done where XLA cannot compile them gives the same as where it can."""
+def test_devices_can_create_arrays_of_size_zero_themselves(monkeypatch):
+    """The workaround for XLA versions that cannot compile such arrays gives the same results."""
 
     constant = jnp.zeros((0, 3))
 
     def parts(data, lanes, rows):
         assert jax.tree.map(jnp.shape, (data, lanes, rows)) == ({"none": (0, 4)}, {"x": (2, 3), "none": (2, 0)}, (0, 2))
-        turns = jax.lax.fori_loop(0, 3, lambda i, now: jax.tree.map(lambda x: x + i, now), lanes | {"row": rows})
+        turns = jax.lax.fori_loop(0, 3, lambda i, carry: jax.tree.map(lambda x: x + i, carry), lanes | {"row": rows})
         return turns["x"] + data["none"].sum() + jnp.sum(constant + lanes["x"][0]), turns["none"], turns["row"]
 
     specs, results = (sharding.REPLICATED, sharding.LANES, sharding.ROWS), (*[sharding.LANES] * 2, sharding.ROWS)
     lanes = {"x": np.arange(12, dtype=np.float32).reshape(4, 3), "none": np.zeros((4, 0), np.float32)}
-    given = {"none": np.zeros((0, 4), np.float32)}, lanes, np.zeros((0, 4), np.int32)
+    arguments = {"none": np.zeros((0, 4), np.float32)}, lanes, np.zeros((0, 4), np.int32)
     monkeypatch.setattr(sharding, "EMPTY_ARGUMENTS_CRASH", True)
-    lowered = jax.jit(sharding.map_over_devices(tuple(jax.devices()), parts, specs, results)).lower(*given)
+    lowered = jax.jit(sharding.map_over_devices(tuple(jax.devices()), parts, specs, results)).lower(*arguments)
     assert lowered.as_text().count("sdy.manual_computation(%arg") == 1
-    entered = lowered.as_text().split("manual_axes")[1].split("{", 2)[1].split(")")[0]  # what the function begins with
-    assert entered.count("tensor<") == 1
-    x, none, rows = lowered.compile()(*given)
+    # The parameters of the mapped function.
+    parameters = lowered.as_text().split("manual_axes")[1].split("{", 2)[1].split(")")[0]
+    assert parameters.count("tensor<") == 1
+    x, none, rows = lowered.compile()(*arguments)
     np.testing.assert_array_equal(x, lanes["x"] + 3)
     assert (none.shape, none.dtype, rows.shape, rows.dtype) == ((4, 0), np.float32, (0, 4), np.int32)
 
 
-def test_a_loops_body_that_may_be_skipped_knows_the_runs_length():
+def test_a_skipped_loop_body_knows_the_runs_length():
     def step(state, key, taps):
         state, _ = taps.cond(taps.step > 1, lambda taps, x: (x + taps.step / taps.steps, x), state)
         return state, {"performance": taps("reward", state)}
 
-    ended = ja.audit(ja.Learner(lambda key: jnp.float32(0), step), [ja.reward_scale(2.0, onset=2)], seeds=1, steps=4)
-    np.testing.assert_allclose(ended.telemetry["performance"].values[0, 0], [0, 0, 0.5, 1.25])
+    result = ja.audit(ja.Learner(lambda key: jnp.float32(0), step), [ja.reward_scale(2.0, onset=2)], seeds=1, steps=4)
+    np.testing.assert_allclose(result.telemetry["performance"].values[0, 0], [0, 0, 0.5, 1.25])
 
 
-def test_seeds_may_be_listed_and_a_seed_means_the_same_lane(expected):
-    listed = ja.audit(LEARNER, PERTURBATIONS, seeds=[2, 40, 7], steps=30).telemetry
-    assert list(listed["seed"].values) == [2, 40, 7]
-    np.testing.assert_allclose(listed["performance"].values[0], expected[2], rtol=1e-5)
+def test_a_seed_gives_the_same_lane_in_any_list_of_seeds(expected):
+    telemetry = ja.audit(LEARNER, PERTURBATIONS, seeds=[2, 40, 7], steps=30).telemetry
+    assert list(telemetry["seed"].values) == [2, 40, 7]
+    np.testing.assert_allclose(telemetry["performance"].values[0], expected[2], rtol=1e-5)
 
 
 def test_the_onset_may_be_the_first_step():
-    first = [ja.weight_noise(1.0, onset=0), ja.lr_spike(3.0, onset=0)]
-    values = ja.audit(LEARNER, first, seeds=3, steps=30).telemetry["performance"].values
+    perturbations = [ja.weight_noise(1.0, onset=0), ja.lr_spike(3.0, onset=0)]
+    values = ja.audit(LEARNER, perturbations, seeds=3, steps=30).telemetry["performance"].values
     assert np.isfinite(values).all()
     assert (values[:, 0] != values[:, 1]).all()
 
 
-def test_the_result_has_metrics_per_lane_and_per_condition(audited):
-    assert audited.metrics["collapse_time"].dims == ("seed", "condition")
-    assert audited.metrics["divergence_probability"].dims == ("condition",)
-    assert {"x_inst", "x_gen", "baseline_performance"} <= set(audited.telemetry)
+def test_the_result_has_metrics_per_lane_and_per_condition(result):
+    assert result.metrics["collapse_time"].dims == ("seed", "condition")
+    assert result.metrics["divergence_probability"].dims == ("condition",)
+    assert {"x_inst", "x_gen", "baseline_performance"} <= set(result.telemetry)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +303,7 @@ def test_the_result_has_metrics_per_lane_and_per_condition(audited):
         ({"perturbations": [ja.lr_spike(onset=100)]}, "outside the run of 100 steps"),
     ],
 )
-def test_what_does_not_fit_is_one_sentence(change, message):
+def test_unfitting_arguments_are_refused_in_one_sentence(change, message):
     arguments = {"perturbations": PERTURBATIONS, "seeds": 2, "steps": 100} | change
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         ja.audit(LEARNER, arguments.pop("perturbations"), **arguments)
@@ -324,70 +325,72 @@ def test_what_does_not_fit_is_one_sentence(change, message):
         lambda: ja.quantize(64.0),
     ],
 )
-def test_what_makes_no_sense_is_refused_where_it_is_written(make):
+def test_invalid_perturbations_are_refused_at_creation(make):
     with pytest.raises(ValueError, match=r".+"):
         make()
 
 
 @functools.cache
-def steady(threshold, up):
-    """Performance is 1 until a tapped magnitude on the wrong side of a threshold makes it 0 for good."""
+def steady(threshold, harm_is_up):
+    """Performance is 1 until a tapped magnitude beyond a threshold sets it to 0 for ever."""
 
     def step(broken, key, taps):
         worst = taps("quality", jnp.float32(0.0))
-        broken = broken | ((worst >= threshold) if up else ((worst <= threshold) & (worst != 0)))
+        broken = broken | ((worst >= threshold) if harm_is_up else ((worst <= threshold) & (worst != 0)))
         noise = 0.01 * jax.random.normal(key)
         return broken, {"performance": jnp.where(broken, 0.0, 1.0) + noise}
 
     return ja.Learner(lambda key: jnp.bool_(False), step)
 
 
-def told(neutral, *magnitudes, onset=60):
-    """A perturbation that tells the learner its magnitude."""
-    kind = ja.Kind("told", "data", "quality", stateless(tell), neutral=neutral, limits=(0.0, 1e9))
+def override(neutral, *magnitudes, onset=60):
+    """A perturbation that replaces the tapped value by its magnitude."""
+    kind = ja.Kind("override", "data", "quality", stateless(replace_by_magnitude), neutral=neutral, limits=(0.0, 1e9))
     return kind(ja.sweep(*magnitudes), onset=onset, duration=1)
 
 
-def tell(key, value, magnitude):
+def replace_by_magnitude(key, value, magnitude):
     return magnitude
 
 
-def collapses(learner, *perturbations):
+def run_steady_audit(learner, *perturbations):
     settings = MetricSettings(window=10, hold=10, horizon=10)
     return ja.audit(learner, perturbations, seeds=5, steps=100, settings=settings)
 
 
 @pytest.mark.exhaustive
-def test_the_critical_magnitude_is_looked_for_in_the_direction_of_harm():
-    """Known thresholds: from 5 on, or from 5 down."""
-    for up, neutral in ((True, 0.0), (False, 64.0)):
-        found = collapses(steady(5.0, up), told(neutral, 2.0, 4.0, 8.0, 16.0)).critical_magnitude("told")
-        assert found[:3] == pytest.approx((32**0.5, 4.0, 8.0))
+def test_the_critical_magnitude_is_searched_in_the_direction_of_harm():
+    """The known threshold is 5, where larger or smaller magnitudes harm."""
+    for harm_is_up, neutral in ((True, 0.0), (False, 64.0)):
+        estimate = run_steady_audit(steady(5.0, harm_is_up), override(neutral, 2.0, 4.0, 8.0, 16.0)).critical_magnitude(
+            "override"
+        )
+        assert estimate[:3] == pytest.approx((32**0.5, 4.0, 8.0))
     with pytest.raises(ValueError, match="the magnitudes lie on both sides of 64, which disturbs nothing"):
-        collapses(steady(5.0, False), told(64.0, 2.0, 4.0, 8.0, 128.0)).critical_magnitude("told")
+        run_steady_audit(steady(5.0, False), override(64.0, 2.0, 4.0, 8.0, 128.0)).critical_magnitude("override")
 
 
 @pytest.mark.exhaustive
-def test_the_critical_magnitude_is_that_of_one_onset_and_one_target():
-    late = told(0.0, 1.0, 2.0, 8.0, 16.0, onset=80)
-    found = collapses(steady(5.0, True), told(0.0, 2.0, 4.0, 8.0, 16.0), late)
-    with pytest.raises(ValueError, match="'told' has several onsets, so onset must be one of them: 60, 80"):
-        found.critical_magnitude("told")
-    assert found.critical_magnitude("told", onset=80).value == pytest.approx(4.0)
-    with pytest.raises(ValueError, match="no condition of 'told'"):
-        found.critical_magnitude("told", onset=60, target="critic")
+def test_the_critical_magnitude_is_of_one_onset_and_target():
+    late = override(0.0, 1.0, 2.0, 8.0, 16.0, onset=80)
+    result = run_steady_audit(steady(5.0, True), override(0.0, 2.0, 4.0, 8.0, 16.0), late)
+    with pytest.raises(ValueError, match="'override' has several onsets, so onset must be one of them: 60, 80"):
+        result.critical_magnitude("override")
+    assert result.critical_magnitude("override", onset=80).value == pytest.approx(4.0)
+    with pytest.raises(ValueError, match="no condition of 'override'"):
+        result.critical_magnitude("override", onset=60, target="critic")
 
 
-def test_the_summarys_medians_have_intervals_and_count_what_is_undefined():
-    found = collapses(steady(5.0, True), told(0.0, 2.0, 4.0, 8.0, 16.0))
-    row, lanes = found.summary.iloc[3], found.lanes.isel(condition=3)
+def test_medians_have_intervals_and_count_undefined_values():
+    result = run_steady_audit(steady(5.0, True), override(0.0, 2.0, 4.0, 8.0, 16.0))
+    row, lanes = result.summary.iloc[3], result.lanes.isel(condition=3)
     assert (row.never_left, row.never_back) == (0, 5)
     assert (row.recovery_time_median, row.recovery_time_median_low) == (np.inf, np.inf)
     assert row.recovery_rate_undefined == np.isnan(lanes["recovery_rate"]).sum() > 0
     intensity = np.sort(lanes["spike_intensity"].values)
     names = [f"spike_intensity_median{end}" for end in ("_low", "", "_high")]
     np.testing.assert_allclose([row[name] for name in names], intensity[[0, 2, 4]])
-    row = collapses(steady(5.0, True), told(0.0, 2.0, 4.0, 8.0, 16.0, onset=1)).summary.iloc[3]
+    row = run_steady_audit(steady(5.0, True), override(0.0, 2.0, 4.0, 8.0, 16.0, onset=1)).summary.iloc[3]
     assert np.isnan(row.recovery_rate_median)
     assert "recovery_rate_median: none of the 5 seeds has a value" in row.reason
 
@@ -405,9 +408,9 @@ def test_equal_learners_and_kinds_share_one_compiled_program():
     assert ja.compiled(first.program) is ja.compiled(second.program)
 
 
-def test_a_registered_metric_is_measured_and_a_registered_task_is_made(monkeypatch):
-    for known in (registry.metrics, registry.tasks):  # to read what is known loads it, before it is replaced
-        monkeypatch.setattr(known, "_entries", {name: known[name] for name in known})
+def test_registered_metrics_are_measured_and_registered_tasks_made(monkeypatch):
+    for entries in (registry.metrics, registry.tasks):  # reading the registry loads it, before it is replaced
+        monkeypatch.setattr(entries, "_entries", {name: entries[name] for name in entries})
 
     @ja.register("metric", "largest_drop")
     def largest_drop(series, onset):
@@ -424,34 +427,34 @@ def test_a_registered_metric_is_measured_and_a_registered_task_is_made(monkeypat
 
 
 @pytest.mark.exhaustive
-def test_a_state_before_the_first_step_is_made_once_a_seed(monkeypatch):
-    """Forks at step 0 begin as the baseline did, whose first states are kept."""
-    begun = []
+def test_the_initial_state_is_made_once_a_seed(monkeypatch):
+    """Forks at step 0 begin from the baseline's initial states, which are stored."""
+    batch_sizes = []
     initial = Engine.initial
 
-    def counting(self, batch):
-        begun.append(len(batch.seeds))
+    def counted_initial(self, batch):
+        batch_sizes.append(len(batch.seeds))
         return initial(self, batch)
 
-    monkeypatch.setattr(Engine, "initial", counting)
+    monkeypatch.setattr(Engine, "initial", counted_initial)
     spikes = ja.lr_spike(ja.sweep(2.0, 3.0), onset=0, duration=5)
-    told = ja.audit(
+    telemetry = ja.audit(
         NETWORK, [spikes, ja.lr_spike(1.0, onset=0), ja.lr_spike(2.0, onset=4)], seeds=3, steps=30
     ).telemetry
-    assert begun == [3]
-    values = told["performance"].values
+    assert batch_sizes == [3]
+    values = telemetry["performance"].values
     np.testing.assert_array_equal(values[:, 3], values[:, 0])
-    np.testing.assert_allclose(values[:, 0], told["baseline_performance"].values, rtol=1e-4)
+    np.testing.assert_allclose(values[:, 0], telemetry["baseline_performance"].values, rtol=1e-4)
     assert (values[:, 1] != values[:, 0]).any()
 
 
 @pytest.mark.exhaustive
-def test_a_first_state_is_traced_once_for_its_shapes_and_once_to_begin():
-    """An `init` that trains, as a warm start does, is long to trace."""
-    traced = []
+def test_init_is_traced_once_for_shapes_and_once_to_run():
+    """An `init` that trains, as a warm start does, takes long to trace."""
+    traces = []
 
     def init(key):
-        traced.append(key)
+        traces.append(key)
         return jax.random.normal(key, (3,))
 
     def step(x, key, taps):
@@ -460,15 +463,15 @@ def test_a_first_state_is_traced_once_for_its_shapes_and_once_to_begin():
 
     noise = ja.weight_noise(ja.sweep(0.1, 0.2), onset=2)
     ja.audit(ja.Learner(init, step), [noise, ja.weight_noise(0.3, onset=3)], seeds=2, steps=5)
-    assert len(traced) == 2
+    assert len(traces) == 2
 
 
-def test_one_trace_of_a_step_tells_what_fits_a_learner_and_lays_its_grid_out():
-    """A step of a dialogue's learner is a second to trace; the telemetry's shapes are of the same trace."""
-    traced = []
+def test_one_trace_of_a_step_gives_sites_and_telemetry_shapes():
+    """Tracing a step of a dialogue's learner takes a second."""
+    traces = []
 
     def step(x, key, taps):
-        traced.append(key)
+        traces.append(key)
         x = taps("params", x)
         return x, {"performance": -jnp.sum(x**2)}
 
@@ -476,10 +479,10 @@ def test_one_trace_of_a_step_tells_what_fits_a_learner_and_lays_its_grid_out():
     noise = ja.weight_noise(0.1, onset=2)
     assert misfits(learner, [noise], 5) == [None]
     telemetry_shapes(ja.plan(learner, [noise], seeds=2, steps=5).program)
-    assert len(traced) == 1
+    assert len(traces) == 1
 
 
-def test_sites_are_those_of_a_run_of_its_length():
+def test_sites_depend_on_the_runs_length():
     def step(x, key, taps):
         x = taps("params", x) if taps.steps > 5 else x
         return x, {"performance": -jnp.sum(x**2)}
@@ -488,16 +491,16 @@ def test_sites_are_those_of_a_run_of_its_length():
     assert ["params" in find_sites(learner, steps) for steps in (5, 6, 5)] == [False, True, False]
 
 
-def test_of_what_traces_found_the_oldest_is_forgotten(monkeypatch):
+def test_the_oldest_cached_trace_is_dropped(monkeypatch):
     monkeypatch.setattr(sites, "_MAX_TRACES", 2)
     monkeypatch.setattr(sites, "_TRACES", {})
-    traced = []
+    traces = []
 
     def step(x, key, taps):
-        traced.append(taps.steps)
+        traces.append(taps.steps)
         return x, {"performance": -jnp.sum(x**2)}
 
     learner = ja.Learner(lambda key: jax.random.normal(key, (3,)), step)
     for steps in (5, 6, 7, 6, 7, 5):
         find_sites(learner, steps)
-    assert traced == [5, 6, 7, 5]
+    assert traces == [5, 6, 7, 5]

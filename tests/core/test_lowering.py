@@ -1,4 +1,4 @@
-"""Whole grids lower for CUDA and TPU, on a machine that has neither, with nothing in them that calls the host."""
+"""Grids lower for CUDA and TPU on a machine that has neither, and contain no calls of the host."""
 
 import dataclasses
 import functools
@@ -69,15 +69,15 @@ CASES = {
 
 SLOW = ("trpo", "td3", "grpo with adapters")
 EXHAUSTIVE = ("ppo", "sac", "grpo", "language_model", "ppo on discrete actions")
-"""Of whose programs PPO, SAC and GRPO have the most."""
+"""Of these cases, PPO, SAC and GRPO have the most programs."""
 
 
-def marked(case):
+def with_mark(case):
     mark = pytest.mark.slow if case in SLOW else pytest.mark.exhaustive
     return pytest.param(case, marks=mark if case in (*SLOW, *EXHAUSTIVE) else ())
 
 
-@pytest.mark.parametrize("case", [marked(case) for case in CASES])
+@pytest.mark.parametrize("case", [with_mark(case) for case in CASES])
 def test_every_learners_grid_lowers_for_cuda_and_tpu_without_the_host(case, corpus, checkpoint):
     task, learner, disturbance = (text.format(folder=checkpoint) for text in CASES[case])
     task = task or f'kind = "text"\nname = "{corpus.name}"'
@@ -85,74 +85,76 @@ def test_every_learners_grid_lowers_for_cuda_and_tpu_without_the_host(case, corp
 
 
 class OnGpus(Program):
-    """A program that is traced as for GPUs, which are not here."""
+    """A program that is traced as for GPUs, on a machine without any."""
 
     on_gpus = True
 
 
 def assert_lowers(grid, platforms):
-    """Without data: of these, and of all else, only shapes are given."""
-    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs(grid))
+    """Lowers a grid for platforms and checks the module. Inputs and data are given by their shapes only."""
+    input_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs(grid))
     program = dataclasses.replace(grid.program, matmul_precision="float32")
     program = OnGpus(**{field.name: getattr(program, field.name) for field in dataclasses.fields(program)})
-    exported = export.export(jax.jit(functools.partial(run, program)), platforms=platforms)(given)
+    exported = export.export(jax.jit(functools.partial(run, program)), platforms=platforms)(input_shapes)
     assert exported.platforms == tuple(platforms)
     text = exported.mlir_module()
     assert "callback" not in text
     assert "stablehlo.while" in text
-    assert max(index_tuples(text), default=0) <= MOST_TURNS
-    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line and "xf32>" in line]
-    assert products
-    assert all("precision = [HIGHEST, HIGHEST]" in line for line in products)
+    assert max(scatter_index_counts(text), default=0) <= MAX_SCATTER_INDICES
+    matmuls = [line for line in text.splitlines() if "stablehlo.dot_general" in line and "xf32>" in line]
+    assert matmuls
+    assert all("precision = [HIGHEST, HIGHEST]" in line for line in matmuls)
 
 
 SCATTER = re.compile(
     r'"stablehlo\.scatter"\([^)]*\) <\{(?P<settings>.*?)\}> \(\{.*?\}\) : \((?P<types>[^)]*)\) ->', re.DOTALL
 )
 
-MOST_TURNS = 16
-"""A scatter whose indices may repeat is a loop over them on a GPU with deterministic operations; mujoco.mjx has some of
-up to four turns."""
+MAX_SCATTER_INDICES = 16
+"""With deterministic operations, a GPU runs a scatter as a loop over its indices if these may repeat.
+
+mujoco.mjx has scatters of up to four indices.
+"""
 
 
-def index_tuples(text):
-    """Of each scatter in StableHLO whose indices may repeat, how many it has."""
+def scatter_index_counts(text):
+    """Yields the number of indices of each scatter in StableHLO whose indices may repeat."""
     scatters = list(SCATTER.finditer(text))
     assert len(scatters) == text.count('"stablehlo.scatter"(')
-    for found in scatters:
-        if "unique_indices = true" not in found["settings"]:
-            types = re.findall(r"tensor<([^>]*)>", found["types"])
+    for scatter in scatters:
+        if "unique_indices = true" not in scatter["settings"]:
+            types = re.findall(r"tensor<([^>]*)>", scatter["types"])
             shape = [int(size) for size in types[(len(types) - 1) // 2].split("x")[:-1]]
-            vector = re.search(r"index_vector_dim = (\d+)", found["settings"])
+            vector = re.search(r"index_vector_dim = (\d+)", scatter["settings"])
             dim = int(vector[1]) if vector else 0
-            yield math.prod(size for place, size in enumerate(shape) if place != dim)
+            yield math.prod(size for axis, size in enumerate(shape) if axis != dim)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
-def test_an_embeddings_gradient_is_a_scatter_on_cpus_alone(platform):
+def test_an_embeddings_gradient_is_a_scatter_only_on_cpus(platform):
     def gradient(table, tokens):
         return jax.grad(lambda table: jnp.sum(lookup(table, tokens, jnp.bfloat16).astype(jnp.float32)))(table)
 
-    given = jax.ShapeDtypeStruct((32, 50, 8), jnp.float32), jax.ShapeDtypeStruct((32, 64), jnp.int32)
-    module = export.export(jax.jit(jax.vmap(gradient)), platforms=[platform])(*given).mlir_module()
-    assert list(index_tuples(module)) == ([32 * 64] if platform == "cpu" else [])
+    shapes = jax.ShapeDtypeStruct((32, 50, 8), jnp.float32), jax.ShapeDtypeStruct((32, 64), jnp.int32)
+    module = export.export(jax.jit(jax.vmap(gradient)), platforms=[platform])(*shapes).mlir_module()
+    assert list(scatter_index_counts(module)) == ([32 * 64] if platform == "cpu" else [])
     assert ("stablehlo.dot_general" in module) == (platform != "cpu")
 
 
 def test_permutations_and_packing_have_no_repeated_indices():
-    def packed(own):
-        return packing.pack(Rows(**{field.name: own for field in dataclasses.fields(Rows)}), own).place
+    def packed(mask):
+        return packing.pack(Rows(**{field.name: mask for field in dataclasses.fields(Rows)}), mask).place
 
-    def looked_at(own):
-        return token_statistics.select_slots(own, 10).scatter(jnp.ones(10))
+    def selected(mask):
+        return token_statistics.select_slots(mask, 10).scatter(jnp.ones(10))
 
-    own, uniforms = jax.ShapeDtypeStruct((32, 8, 16), bool), jax.ShapeDtypeStruct((32, 9), jnp.float32)
-    for function, given in ((drawing.cycle, uniforms), (packed, own), (looked_at, own)):
-        module = export.export(jax.jit(jax.vmap(function)), platforms=["cuda"])(given).mlir_module()
-        assert list(index_tuples(module)) == []
+    mask, uniforms = jax.ShapeDtypeStruct((32, 8, 16), bool), jax.ShapeDtypeStruct((32, 9), jnp.float32)
+    for function, shape in ((drawing.cycle, uniforms), (packed, mask), (selected, mask)):
+        module = export.export(jax.jit(jax.vmap(function)), platforms=["cuda"])(shape).mlir_module()
+        assert list(scatter_index_counts(module)) == []
 
 
-def test_a_scatter_whose_indices_may_repeat_is_seen():
+def test_a_scatter_with_possibly_repeated_indices_is_detected():
     def lanes(index, unique):
         return jax.vmap(lambda i: jnp.zeros(50).at[i].add(1.0, unique_indices=unique))(index)
 
@@ -161,12 +163,12 @@ def test_a_scatter_whose_indices_may_repeat_is_seen():
         module = export.export(jax.jit(functools.partial(lanes, unique=unique)), platforms=["cuda"])(
             index
         ).mlir_module()
-        assert list(index_tuples(module)) == expected
+        assert list(scatter_index_counts(module)) == expected
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A folder with a policy of tokens that are bytes, and with prompts and answers."""
+    """Returns a folder with a policy whose tokens are bytes, and with prompts and answers."""
     folder = tmp_path_factory.mktemp("checkpoint")
     model = gpt2.GPT2(257, 1024, gpt2.SIZES["micro"])
     gpt2_checkpoint.save(folder, gpt2.init_params(model, jax.random.key(0)), model)
@@ -176,27 +178,35 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_adapters_of_gpt2_124m_lower_for_cuda_from_shapes_alone(checkpoint, tmp_path):
-    """The vocabulary has all 50,257 tokens, of which those above 255 are spelled as nothing."""
-    signs = [chr(byte if 33 <= byte < 127 else 256 + byte) for byte in range(256)]  # of ASCII as GPT-2 has them
+def test_adapters_of_gpt2_124m_lower_for_cuda_from_shapes(checkpoint, tmp_path):
+    """The vocabulary has all 50,257 tokens, of which those above 255 have no text."""
+    characters = [
+        chr(byte if 33 <= byte < 127 else 256 + byte) for byte in range(256)
+    ]  # one character for each byte, as in GPT-2
     (tmp_path / "vocab.json").write_text(
-        json.dumps({sign: token for token, sign in enumerate(signs)} | {"<|endoftext|>": 50256})
+        json.dumps({character: token for token, character in enumerate(characters)} | {"<|endoftext|>": 50256})
     )
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     file = str(checkpoint / "lines.jsonl")
     dialogue = ja.dialogues.named("text", file=file, tokenizer=str(tmp_path), length=64).make()
     settings = settings_of("grpo")(size="124m", lora_rank=8, checkpoint="x", prompts=2, group_size=4)
-    made = DialogueLearner(dialogue, settings.structure)
-    start = jax.eval_shape(functools.partial(gpt2.init_params, made.policy.model), jax.random.key(0))
+    dialogue_learner = DialogueLearner(dialogue, settings.structure)
+    start = jax.eval_shape(functools.partial(gpt2.init_params, dialogue_learner.policy.model), jax.random.key(0))
     data = DialogueData(settings.numbers(dialogue.difficulty), dialogue.data, start)
-    learner = ja.Learner(made.init, made.step, channels=made.channels, data=data, init_reads_data=True)
+    learner = ja.Learner(
+        dialogue_learner.init,
+        dialogue_learner.step,
+        channels=dialogue_learner.channels,
+        data=data,
+        init_reads_data=True,
+    )
     assert sum(x.size for x in jax.tree.leaves(start)) == 124_439_808
     assert_lowers(ja.plan(learner, [ja.lr_spike(10.0, onset=1, duration=1)], seeds=1, steps=3), ["cuda"])
 
 
 @pytest.mark.exhaustive
-def test_c_mujoco_is_what_calls_the_host():
-    """Or the test above would see nothing."""
+def test_physics_in_c_calls_the_host():
+    """This checks that the tests above would detect a callback."""
     task, learner, disturbance = CASES["ppo"]
     grid = parse(SPEC.format(task=task.replace("mjx", "c"), learner=learner, disturbance=disturbance)).build()
     assert "callback" in jax.jit(functools.partial(run, grid.program)).lower(inputs(grid)).as_text()

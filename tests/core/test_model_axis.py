@@ -1,4 +1,4 @@
-"""A lane that several devices share: the same numbers, less memory on each, the same states on disk."""
+"""A lane that several devices share has the same numbers, takes less memory on each device, and is stored the same."""
 
 import functools
 import json
@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from places import EXPERIMENTS, HELPERS
+from directories import EXPERIMENTS, HELPERS
 from quadratic import quadratic
-from small_runs import assert_same
+from small_runs import assert_runs_equal
 
 import jaxaudit as ja
 from jaxaudit.core.batches import layout
@@ -45,66 +45,80 @@ def tiny():
 
 @functools.cache
 def learner(size="tiny", vocabulary=VOCABULARY, context=8, batch=4, **settings):
-    """GPT-2 on random tokens."""
-    usual = {"telemetry": "basic", "accumulation": 2, "held_out": 2, "validation": 2, "evaluations": 0}
-    made = LanguageModel(vocabulary, LanguageModelSettings(size, context, batch_size=batch, **usual | settings))
+    """Returns GPT-2 on random tokens."""
+    defaults = {"telemetry": "basic", "accumulation": 2, "held_out": 2, "validation": 2, "evaluations": 0}
+    model = LanguageModel(vocabulary, LanguageModelSettings(size, context, batch_size=batch, **defaults | settings))
     tokens = np.random.default_rng(0).integers(0, vocabulary, 40 * (context + 1)).astype(np.uint16)
     rows = tokens[: 2 * (context + 1)].reshape(2, -1)
-    whole = gpt2.indivisible(made.model)
+    indivisible = gpt2.indivisible(model.model)
     data = Data(tokens, rows, rows, None)
-    return Learner(made.init, made.step, data=data, init_reads_data=True, partition=gpt2.partition, indivisible=whole)
+    return Learner(
+        model.init, model.step, data=data, init_reads_data=True, partition=gpt2.partition, indivisible=indivisible
+    )
 
 
-def grid(shared, of=None, devices=None, perturbations=None, **settings):
-    chosen = perturbations or [ja.weight_noise(ja.sweep(0.0, 0.01), onset=1), ja.quantize(6.0, onset=1)]
-    placed = jax.devices()[: devices or shared]
-    return plan(of or learner(), chosen, steps=STEPS, devices=placed, model_devices=shared, **{"seeds": 1} | settings)
+def grid(shared, base_learner=None, devices=None, perturbations=None, **settings):
+    conditions = perturbations or [ja.weight_noise(ja.sweep(0.0, 0.01), onset=1), ja.quantize(6.0, onset=1)]
+    used_devices = jax.devices()[: devices or shared]
+    return plan(
+        base_learner or learner(),
+        conditions,
+        steps=STEPS,
+        devices=used_devices,
+        model_devices=shared,
+        **{"seeds": 1} | settings,
+    )
 
 
-def trained(chosen):
-    """The baseline's rows and states at the onset, and the fork's."""
-    engine = Engine(chosen, STEPS)
-    baseline, fork = layout(chosen)
-    states, before = engine.advance(baseline, engine.initial(baseline), 0, fork.onset)
+def train_baseline_and_fork(split_grid):
+    """Returns the rows of baseline and fork, the states at the onset, and the fork's last states."""
+    engine = Engine(split_grid, STEPS)
+    baseline, fork = layout(split_grid)
+    states, baseline_rows = engine.advance(baseline, engine.initial(baseline), 0, fork.onset)
     pieces = engine.copies(baseline, states)
     states, rows = engine.advance(fork, engine.begin(fork, lambda onset: lambda seeds: pieces), fork.onset, STEPS)
-    return jax.tree.map(np.asarray, (before, rows)), pieces, engine.copies(fork, states)
+    return jax.tree.map(np.asarray, (baseline_rows, rows)), pieces, engine.copies(fork, states)
 
 
-def assert_close(found, expected, within=1e-5):
-    """Of each array's largest entry."""
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=within * np.nanmax(np.abs(other), initial=1e-30))
+def assert_close(actual, expected, tolerance=1e-5):
+    """Compares relative to each array's largest entry."""
+    for actual_leaf, expected_leaf in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(
+            actual_leaf, expected_leaf, rtol=0, atol=tolerance * np.nanmax(np.abs(expected_leaf), initial=1e-30)
+        )
 
 
-def shared_by(devices, function, *arguments):
-    """A function of a lane's arrays, traced as where so many devices share it."""
+def run_shared(devices, function, *arguments):
+    """Calls a function of one lane's arrays, traced for a number of devices that share the lane."""
     with jax.sharding.set_mesh(device_mesh(tuple(jax.devices()[:devices]), devices)):
         return jax.jit(function)(*arguments)
 
 
 @pytest.mark.parametrize("devices", [2])
-def test_losses_and_gradients_are_the_unsplit_models(devices):
+def test_losses_and_gradients_are_those_of_the_unsplit_model(devices):
     tokens = jnp.arange(18).reshape(2, 9) * 5 % VOCABULARY
-    made = LanguageModel(VOCABULARY, LanguageModelSettings("tiny", 8, batch_size=2, accumulation=1))
-    params = made.init_params(jax.random.key(0))
+    model = LanguageModel(VOCABULARY, LanguageModelSettings("tiny", 8, batch_size=2, accumulation=1))
+    params = model.init_params(jax.random.key(0))
 
     def loss(params):
-        return made.losses(made.observing, params, tokens)[0].loss
+        return model.losses(model.observing, params, tokens)[0].loss
 
-    found = shared_by(devices, jax.value_and_grad(loss), params)
-    assert_close(found, jax.value_and_grad(loss)(params))
+    split = run_shared(devices, jax.value_and_grad(loss), params)
+    assert_close(split, jax.value_and_grad(loss)(params))
 
 
 @pytest.mark.exhaustive
-def test_perturbed_lanes_are_the_unsplit_ones_and_neutral_ones_the_control():
-    """Weights with noise, rounded and reset; at each step after it, to what training makes of rounding."""
+def test_perturbed_lanes_are_those_of_the_unsplit_model():
+    """Weights are perturbed by noise, rounding and a reset.
+
+    Later steps may differ by what training makes of rounding.
+    """
     perturbations = [
         ja.weight_noise(ja.sweep(0.0, 0.01), onset=1),
         ja.quantize(6.0, onset=1),
         ja.layer_reset(1.0, onset=1),
     ]
-    expected, split = (trained(grid(shared, perturbations=perturbations)) for shared in (1, 2))
+    expected, split = (train_baseline_and_fork(grid(shared, perturbations=perturbations)) for shared in (1, 2))
     for a, b in zip(expected[0], split[0], strict=True):
         assert_close(b["loss"][:1], a["loss"][:1])
         assert_close(b["performance"], a["performance"], 1e-4)
@@ -112,27 +126,27 @@ def test_perturbed_lanes_are_the_unsplit_ones_and_neutral_ones_the_control():
     assert all(map(np.array_equal, jax.tree.leaves(control), jax.tree.leaves(neutral)))
 
 
-def test_states_are_the_same_in_a_checkpoint_however_many_share_a_lane(tmp_path):
-    """Of shapes without what fills the odd vocabulary up, and read by either."""
-    (one, two), path = (Engine(grid(shared), STEPS) for shared in (1, 2)), tmp_path / "states"
-    batch = layout(two.grid)[0]
-    states = two.initial(batch)
+def test_checkpoints_do_not_depend_on_the_number_of_devices(tmp_path):
+    """Stored shapes have no padding of the odd vocabulary, and engines of either kind can load them."""
+    (one_device, two_devices), path = (Engine(grid(shared), STEPS) for shared in (1, 2)), tmp_path / "states"
+    batch = layout(two_devices.grid)[0]
+    states = two_devices.initial(batch)
     padded = states.learner.params["wte"]["embedding"]
     assert padded.shape == (1, VOCABULARY + 1, 16)
     assert padded.addressable_shards[0].data.shape == (1, (VOCABULARY + 1) // 2, 16)
-    kept = two.copies(batch, states)
-    assert kept[0].states.learner.params["wte"]["embedding"].shape == (1, VOCABULARY, 16)
-    checkpoint.save(path, iter(kept), {})
-    for engine in (one, two):
-        back = engine.restored(checkpoint.load(path, engine.lane_shapes(batch)), batch)
-        again = engine.copies(batch, back)
-        assert all(map(np.array_equal, jax.tree.leaves(again[0].states), jax.tree.leaves(kept[0].states)))
+    stored = two_devices.copies(batch, states)
+    assert stored[0].states.learner.params["wte"]["embedding"].shape == (1, VOCABULARY, 16)
+    checkpoint.save(path, iter(stored), {})
+    for engine in (one_device, two_devices):
+        restored = engine.restored(checkpoint.load(path, engine.lane_shapes(batch)), batch)
+        copied = engine.copies(batch, restored)
+        assert all(map(np.array_equal, jax.tree.leaves(copied[0].states), jax.tree.leaves(stored[0].states)))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("devices", [2])
 @pytest.mark.parametrize("adapted", [False, True])
-def test_sampled_tokens_are_the_same(adapted, devices):
+def test_sampled_tokens_are_those_of_the_unsplit_model(adapted, devices):
     params = gpt2.init_params(TINY, jax.random.key(0))
     if adapted:
         adapters = gpt2.init_adapters(TINY, 2, jax.random.key(1))
@@ -143,25 +157,25 @@ def test_sampled_tokens_are_the_same(adapted, devices):
         return generate(TINY, params, prompts, key, tokens=8, top_k=20)
 
     tokens, log_probability = sample(params, jax.random.key(2))
-    found = shared_by(devices, sample, params, jax.random.key(2))
-    np.testing.assert_array_equal(found[0], tokens)
-    np.testing.assert_allclose(found[1], log_probability, rtol=0, atol=1e-5)
+    split = run_shared(devices, sample, params, jax.random.key(2))
+    np.testing.assert_array_equal(split[0], tokens)
+    np.testing.assert_allclose(split[1], log_probability, rtol=0, atol=1e-5)
 
 
 @pytest.mark.exhaustive
 def test_state_and_argument_bytes_are_as_planned():
-    for shared in (1, 2):
-        engine = Engine(grid(shared), 1)
+    for model_devices in (1, 2):
+        engine = Engine(grid(model_devices), 1)
         batch = layout(engine.grid)[0]
         planned = device_bytes(engine.grid.program, engine.lane_shapes(batch))
-        found = engine.program(batch).memory_analysis().argument_size_in_bytes
-        besides = sum(x.nbytes for x in jax.tree.leaves(engine.grid.data))
-        assert planned + besides <= found < planned + besides + 2048
-    halved = planned / device_bytes(grid(1).program, engine.lane_shapes(batch))
-    assert 0.5 < halved < 0.6
+        argument_bytes = engine.program(batch).memory_analysis().argument_size_in_bytes
+        data_bytes = sum(x.nbytes for x in jax.tree.leaves(engine.grid.data))
+        assert planned + data_bytes <= argument_bytes < planned + data_bytes + 2048
+    ratio = planned / device_bytes(grid(1).program, engine.lane_shapes(batch))
+    assert 0.5 < ratio < 0.6
 
 
-def test_what_cannot_be_split_is_refused():
+def test_unsplittable_models_are_refused():
     with pytest.raises(ValueError, match=r"^model_devices is 3, which does not divide the model's 4 attention heads$"):
         grid(3, devices=2)
     with pytest.raises(ValueError, match=r"^model_devices is 2, which does not divide the number of devices, 1$"):
@@ -169,7 +183,7 @@ def test_what_cannot_be_split_is_refused():
     with pytest.raises(ValueError, match=r"^model_devices must be a whole number of devices, at least 1, not 0$"):
         grid(0, devices=2)
     with pytest.raises(ValueError, match=r"cannot be split: it has no partition$"):
-        grid(2, of=quadratic(None, adam=False))
+        grid(2, base_learner=quadratic(None, adam=False))
 
 
 SPEC = """
@@ -183,38 +197,38 @@ perturbation = [{{kind = "lr_spike", magnitude = 3.0, onset = 3, duration = 1}}]
 
 
 @pytest.mark.exhaustive
-def test_a_run_resumes_bitwise_and_its_folder_tells_of_the_axis(corpus, tmp_path, monkeypatch):
+def test_a_run_resumes_bitwise_and_stores_its_number_of_model_devices(corpus, tmp_path, monkeypatch):
     spec = parse(SPEC.format(text=corpus.name))
     durable.run(spec, tmp_path / "whole")
-    told = json.loads((tmp_path / "whole" / "environment.json").read_text())
-    assert (told["devices"], told["model_devices"]) == (2, 2)
-    advance, left = Engine.advance, iter([True, True, True])
+    environment = json.loads((tmp_path / "whole" / "environment.json").read_text())
+    assert (environment["devices"], environment["model_devices"]) == (2, 2)
+    advance, allowed_calls = Engine.advance, iter([True, True, True])
 
-    def stopping(self, *arguments):
-        if not next(left, False):
+    def advance_three_times(self, *arguments):
+        if not next(allowed_calls, False):
             raise KeyboardInterrupt
         return advance(self, *arguments)
 
-    monkeypatch.setattr(Engine, "advance", stopping)
+    monkeypatch.setattr(Engine, "advance", advance_three_times)
     with pytest.raises(BaseException, match="resume"):
         durable.run(spec, tmp_path / "stopped")
     monkeypatch.setattr(Engine, "advance", advance)
     durable.resume(tmp_path / "stopped")
-    assert_same(tmp_path / "stopped", tmp_path / "whole")
+    assert_runs_equal(tmp_path / "stopped", tmp_path / "whole")
 
 
-def test_uneven_heads_in_a_spec_are_the_users_error(corpus):
+def test_indivisible_heads_in_a_spec_are_a_user_error(corpus):
     text = SPEC.format(text=corpus.name).replace("model_devices = 2", "model_devices = 3")
     with pytest.raises(UserError, match="does not divide the model's 4 attention heads"):
         parse(text).build()
 
 
 @pytest.mark.slow
-def test_a_lane_of_774_million_takes_at_most_three_tenths_on_each_of_four():
-    """By the compiled programs' memory analysis; within a tenth of what `model_axis.py` plans."""
+def test_a_774m_lane_takes_at_most_30_percent_on_each_of_four_devices():
+    """Measured by the compiled programs' memory analysis, which `model_axis.py` predicts within a tenth."""
     script = EXPERIMENTS / "benchmarks" / "model_axis.py"
-    done = subprocess.run([sys.executable, script, "--one", "774m"], check=True, capture_output=True, text=True)
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    process = subprocess.run([sys.executable, script, "--one", "774m"], check=True, capture_output=True, text=True)
+    rows = [json.loads(line) for line in process.stdout.splitlines()]
     assert [row["devices"] for row in rows] == [1, 2, 4]
     assert rows[-1]["compiled"] <= 0.3 * rows[0]["compiled"]
     assert all(abs(row["compiled"] / row["planned"] - 1) < 0.1 for row in rows)
@@ -222,15 +236,17 @@ def test_a_lane_of_774_million_takes_at_most_three_tenths_on_each_of_four():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 2])
-def test_an_iteration_on_a_dialogue_is_the_unsplit_lanes(rank, tmp_path):
+def test_an_iteration_on_a_dialogue_is_that_of_the_unsplit_lane(rank, tmp_path):
     model = gpt2.GPT2(named("hop").make().vocabulary, 1024, TINY.size)
     start = jax.tree.map(np.asarray, gpt2.init_params(model, jax.random.key(0)))
     gpt2_checkpoint.save(tmp_path, start, model)
-    small = {"size": "tiny", "prompts": 2, "group_size": 2, "telemetry": "basic", "entropy_coefficient": 0.1}
-    made = ja.learners.grpo("hop", checkpoint=str(tmp_path), lora_rank=rank, **small)
+    settings = {"size": "tiny", "prompts": 2, "group_size": 2, "telemetry": "basic", "entropy_coefficient": 0.1}
+    dialogue_learner = ja.learners.grpo("hop", checkpoint=str(tmp_path), lora_rank=rank, **settings)
     rows = []
-    for shared in (1, 2):
-        engine = Engine(grid(shared, of=made, perturbations=[ja.lr_spike(3.0, onset=1, duration=1)]), 1)
+    for model_devices in (1, 2):
+        engine = Engine(
+            grid(model_devices, base_learner=dialogue_learner, perturbations=[ja.lr_spike(3.0, onset=1, duration=1)]), 1
+        )
         batch = layout(engine.grid)[0]
         states, telemetry = engine.advance(batch, engine.initial(batch), 0, 1)
         rows.append(
@@ -240,28 +256,29 @@ def test_an_iteration_on_a_dialogue_is_the_unsplit_lanes(rank, tmp_path):
     assert_close(*[row[1][0].states.learner.policy.params for row in rows[::-1]], 1e-4)
 
 
-FOUR = """
+FOUR_DEVICES_SCRIPT = """
 import sys
 import jax
 jax.config.update("jax_num_cpu_devices", 4)
 sys.path[:0] = {folders!r}
-import test_model_axis as here
-here.gpt2.SIZES["tiny"] = here.TINY.size
-expected = here.trained(here.grid(1, seeds=2))
-for shared, execution in ((4, "vmap"), (2, "vmap"), (2, "map")):
-    found = here.trained(here.grid(shared, devices=4, seeds=2, execution=execution))
-    for a, b in zip(expected[0], found[0]):
+import test_model_axis as module
+module.gpt2.SIZES["tiny"] = module.TINY.size
+expected = module.train_baseline_and_fork(module.grid(1, seeds=2))
+for devices, execution in ((4, "vmap"), (2, "vmap"), (2, "map")):
+    result = module.train_baseline_and_fork(module.grid(devices, devices=4, seeds=2, execution=execution))
+    for a, b in zip(expected[0], result[0]):
         for name in ("loss", "gradient_norm"):
-            here.assert_close(b[name][:, :1], a[name][:, :1], 1e-5)
-        here.assert_close(b["loss"][:, 1:2], a["loss"][:, 1:2], 1e-4)  # after an update, which divides by roots of v
-here.test_losses_and_gradients_are_the_unsplit_models(4)
+            module.assert_close(b[name][:, :1], a[name][:, :1], 1e-5)
+        module.assert_close(b["loss"][:, 1:2], a["loss"][:, 1:2], 1e-4)  # after an update that divides by the root of v
+module.test_losses_and_gradients_are_those_of_the_unsplit_model(4)
 for adapted in (False, True):
-    here.test_sampled_tokens_are_the_same(adapted, 4)
+    module.test_sampled_tokens_are_those_of_the_unsplit_model(adapted, 4)
 """
 
 
 @pytest.mark.slow
-def test_four_devices_as_one_row_and_as_two():
+def test_four_devices_can_split_one_lane_or_two():
     subprocess.run(
-        [sys.executable, "-c", FOUR.format(folders=[str(HELPERS), str(HELPERS.parent / "core")])], check=True
+        [sys.executable, "-c", FOUR_DEVICES_SCRIPT.format(folders=[str(HELPERS), str(HELPERS.parent / "core")])],
+        check=True,
     )

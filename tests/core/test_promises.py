@@ -1,10 +1,10 @@
-"""The promises, each over all standard perturbations at once on tiny learners, and on PPO and a language model.
+"""The package's guarantees, each tested over all standard perturbations on tiny learners, PPO and a language model.
 
-A learner's grid is one compiled program, fed different data: it has every perturbation that fits the learner as one
-condition, forked at step 3, its window open from step 5 to step 7; the chain with an lr_spike of factor one at step 3
-is what opens the fork before the window. Two tiny learners have all sites, one of them those of dialogues. Of the
-others' a grid has one perturbation of each site that many learners have, and all that fit when the slow tests are run;
-both are left out of the default run, which the two tiny ones are in.
+A learner's grid is one compiled program with different inputs. It has a condition for each perturbation that fits the
+learner. All fork at step 3, and their windows are open from step 5 to step 7. Each is chained with an lr_spike of
+factor one at step 3, which makes the fork earlier than the window. The two tiny learners, one of which is for
+dialogues, have all sites. The grids of the other learners have one perturbation for each site that many learners share,
+and all that fit in the slow tests. Only the two tiny learners are in the default run.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import numpy as np
 import optax
 import pytest
 from tiny_dialogue import TINY_DIALOGUE
-from without_baseline import train_from_the_start
+from without_baseline import train_without_baseline
 
 import jaxaudit as ja
 from jaxaudit.core.grid import plan, site_misfit
@@ -35,7 +35,7 @@ from jaxaudit.tasks.episodes import Episodes
 pytestmark = [pytest.mark.long, pytest.mark.default_compilation]
 
 FORK, OPEN, CLOSE, STEPS = 3, 5, 7, 10
-# Some standard magnitudes do little within a window of two short steps; these are felt at once.
+# Some standard magnitudes have little effect within a window of two short steps. These have a visible effect at once.
 STRONG = {
     "quantize": 2.0,
     "quantize_float": 1.0,
@@ -57,8 +57,8 @@ STRONG = {
 
 SHARED = {"observation", "action", "reward", "dynamics", "gradient", "clip_norm", "learning_rate"}
 SHARED |= {"optimizer_state", "params"}
-"""Sites that one optimizer or one wrapper of environments serves for all learners."""
-KEPT = {
+"""Sites that one optimizer or one environment wrapper implements for all learners."""
+ALWAYS_INCLUDED = {
     "observation_stuck",
     "action_delayed",
     "reward_noise",
@@ -68,7 +68,8 @@ KEPT = {
     "momentum_noise",
     "weight_noise",
 }
-"""Of the perturbations there, those that every grid has: one of each site but the learning rate, which has lr_spike."""
+"""The perturbations at shared sites that every grid includes: one for each site, except the learning rate of lr_spike.
+"""
 
 
 def chained(name, magnitude=None, rate=1.0, fork=FORK):
@@ -80,7 +81,7 @@ def chained(name, magnitude=None, rate=1.0, fork=FORK):
 
 
 class Point(Env):
-    """A point that actions push; an episode ends where it is far."""
+    """A point that actions push. An episode ends if it is far away."""
 
     cheap_reset = True
     observation_size, action_size, backend = 8, 1, "none"
@@ -91,18 +92,18 @@ class Point(Env):
 
     def step(self, state, action):
         mass = state.info.get("dynamics", self.dynamics)["mass"]
-        place = 0.9 * state.obs + action[0] / mass
-        far = (jnp.abs(place).max() > 2.0).astype(jnp.float32)
-        return state.replace(obs=place, reward=-jnp.mean(place**2), done=far)
+        position = 0.9 * state.obs + action[0] / mass
+        far = (jnp.abs(position).max() > 2.0).astype(jnp.float32)
+        return state.replace(obs=position, reward=-jnp.mean(position**2), done=far)
 
 
 EPISODES = Episodes(Point(), 2, 6)
 OPTIMIZER = Optimizer(ja.Adam(), linear_to_zero(0.01), max_norm=5.0)
-"""Which clips some gradients and leaves others: were all clipped, a gradient's scale would not be felt."""
+"""It clips some gradients only. If it clipped all, scaling the gradient would have no effect."""
 
 
 def fresh(key):
-    """An actor and a critic, linear in the observation."""
+    """Returns an actor and a critic that are linear in the observation."""
     actor, critic = jax.random.normal(key, (2, 8))
     return {"actor": {"kernel": actor}, "critic": {"kernel": critic}}
 
@@ -113,8 +114,8 @@ def tiny_init(key):
 
 
 def tiny_step(state, key, taps):
-    """One update from four steps of two environments and a few tokens; all standard sites are tapped."""
-    before, moments = OPTIMIZER.disturb(*state[:2], taps, fresh)
+    """Makes one update from four steps of two environments and a few tokens. All standard sites are tapped."""
+    params_before, moments = OPTIMIZER.disturb(*state[:2], taps, fresh)
 
     def value(params, observation):
         return observation @ params["critic"]["kernel"]
@@ -122,13 +123,18 @@ def tiny_step(state, key, taps):
     def act(params, observation):
         return jnp.tanh(observation @ params["actor"]["kernel"])[:, None]
 
-    def turn(taps, episodes, index):
-        action = act(before, episodes.observation)
+    def environment_step(taps, episodes, index):
+        action = act(params_before, episodes.observation)
         return EPISODES.step(
-            episodes, jax.random.fold_in(key, index), action, taps, lambda seen: value(before, seen), 0.9
+            episodes,
+            jax.random.fold_in(key, index),
+            action,
+            taps,
+            lambda transitions: value(params_before, transitions),
+            0.9,
         )
 
-    episodes, seen = taps.scan(turn, state[2], jnp.arange(4))
+    episodes, transitions = taps.scan(environment_step, state[2], jnp.arange(4))
     tokens = taps(
         "tokens",
         jax.random.randint(key, (4, 8), 0, 50),
@@ -139,66 +145,70 @@ def tiny_step(state, key, taps):
     smoothing = taps("label_smoothing", jnp.float32(0.0))
 
     def loss(params):
-        wanted = (1 - smoothing) * seen.reward + jnp.mean(tokens) / 100
-        moved = jax.vmap(act, (None, 0))(params, seen.observation) - seen.final_observation
-        return taps("objective", jnp.mean((value(params, seen.observation) - wanted) ** 2) + jnp.mean(moved**2))
+        target = (1 - smoothing) * transitions.reward + jnp.mean(tokens) / 100
+        action_difference = jax.vmap(act, (None, 0))(params, transitions.observation) - transitions.final_observation
+        return taps(
+            "objective",
+            jnp.mean((value(params, transitions.observation) - target) ** 2) + jnp.mean(action_difference**2),
+        )
 
-    value_and_gradient = jax.value_and_grad(loss)(before)
-    seen_by_remedies = {"loss": value_and_gradient[0], "approximate_kl": 0.02 * jnp.abs(value_and_gradient[0])}
-    params, moments, done = OPTIMIZER.update(before, moments, value_and_gradient[1], taps, **seen_by_remedies)
+    value_and_gradient = jax.value_and_grad(loss)(params_before)
+    context = {"loss": value_and_gradient[0], "approximate_kl": 0.02 * jnp.abs(value_and_gradient[0])}
+    params, moments, update = OPTIMIZER.update(params_before, moments, value_and_gradient[1], taps, **context)
     norm = optax.tree.norm(params)
-    return (params, moments, episodes), {"performance": -norm, "params_norm": norm, "update_norm": done.update_norm}
+    return (params, moments, episodes), {"performance": -norm, "params_norm": norm, "update_norm": update.update_norm}
 
 
 TINY = ja.Learner(tiny_init, tiny_step, name="tiny")
 
-APART = ("nonfinite_skip", "six_sigma_skip", "target_kl_stop", "adagc", "periodic_reset")
-"""Remedies that keep a lane from being driven to NaN, as the promise of isolation has it be, or from feeling the scale
-of a gradient; `test_remedied_learner.py` and `tests/remedies/test_remedied_runs.py` have them.
+EXCLUDED_REMEDIES = ("nonfinite_skip", "six_sigma_skip", "target_kl_stop", "adagc", "periodic_reset")
+"""Remedies that would prevent the NaN of the isolation tests, or hide the scale of a gradient.
+
+They are tested in `test_remedied_learner.py` and `tests/remedies/test_remedied_runs.py`.
 """
 
 
 def with_every_remedy(learner):
-    """A learner with all remedies that act in it while it trains, but for those APART."""
+    """Returns a learner with all remedies that act in it during training, except EXCLUDED_REMEDIES."""
     sites = find_sites(learner)
-    kinds = [registry.remedies[name] for name in registry.remedies if name not in APART]
+    kinds = [registry.remedies[name] for name in registry.remedies if name not in EXCLUDED_REMEDIES]
     fitting = [kind() for kind in kinds if kind.apply and not kind.settings and remedy_misfit(kind, sites) is None]
     return ja.remedied(learner, *fitting)
 
 
 def ppo(**settings):
-    small = {"num_envs": 2, "rollout_length": 32, "minibatch_size": 32, "epochs": 2, "hidden": (8,)}
-    return ja.learners.ppo("InvertedPendulum-v5", **{**small, "max_grad_norm": 0.05, **settings})
+    defaults = {"num_envs": 2, "rollout_length": 32, "minibatch_size": 32, "epochs": 2, "hidden": (8,)}
+    return ja.learners.ppo("InvertedPendulum-v5", **{**defaults, "max_grad_norm": 0.05, **settings})
 
 
 def language_model(text, **settings):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(gpt2.SIZES, "tiny", gpt2.Size(16, 2, 2))
-        small = {"size": "tiny", "context": 8, "batch_size": 4, "accumulation": 2, "held_out": 2, "validation": 2}
-        return ja.learners.language_model(text, **{**small, "max_grad_norm": 0.5, **settings})
+        defaults = {"size": "tiny", "context": 8, "batch_size": 4, "accumulation": 2, "held_out": 2, "validation": 2}
+        return ja.learners.language_model(text, **{**defaults, "max_grad_norm": 0.5, **settings})
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A learner and what fits it.
+    """A learner and the perturbations that fit it.
 
     Attributes:
-      learner: the learner.
-      smaller: it, with less telemetry.
-      poisoned: perturbations of as many sites, and the magnitudes that drive a lane to NaN.
-      compared: channels that both learners have.
-      aim: a part of the parameters.
-      left_out: perturbations that are not in its grid.
-      felt: magnitudes that it feels at once, of perturbations whose strong ones it does not, by name.
+      learner: The learner.
+      smaller: The same learner with less telemetry.
+      poisoned: The magnitudes by which perturbations of different sites drive a lane to NaN.
+      compared: The channels that both learners have.
+      aim: A part of the parameters, as a target.
+      left_out: The perturbations that are not in the learner's grid.
+      felt: The magnitudes of perturbations whose strong magnitude has no effect at once, by name.
     """
 
     learner: ja.Learner
     smaller: ja.Learner
     poisoned: dict
     compared: tuple
-    aim: str
-    left_out: frozenset = frozenset({"lr_spike"})
-    felt: dict = dataclasses.field(default_factory=dict)
+    target: str
+    excluded: frozenset = frozenset({"lr_spike"})
+    effective_magnitudes: dict = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def names(self):
@@ -206,7 +216,7 @@ class Case:
         return [
             name
             for name in registry.perturbations
-            if name not in self.left_out and site_misfit(registry.perturbations[name](), sites) is None
+            if name not in self.excluded and site_misfit(registry.perturbations[name](), sites) is None
         ]
 
     @property
@@ -218,22 +228,22 @@ class Case:
         return [name for name in self.names if registry.perturbations[name].keeps_state]
 
     def perturbations(self, magnitudes=None):
-        """All of them, at the magnitudes given by name or else at strong ones."""
-        given = self.felt | (magnitudes or {})
-        first = ja.lr_spike(given.get("lr_spike", 10.0), onset=FORK, duration=CLOSE - FORK)
-        return [first, *(chained(name, given.get(name)) for name in self.names)]
+        """Returns all perturbations with the magnitudes in `magnitudes`, or else with strong ones."""
+        strengths = self.effective_magnitudes | (magnitudes or {})
+        spike = ja.lr_spike(strengths.get("lr_spike", 10.0), onset=FORK, duration=CLOSE - FORK)
+        return [spike, *(chained(name, strengths.get(name)) for name in self.names)]
 
-    def train(self, chosen):
-        """Trains the whole grid with the perturbations given; all calls share one compiled program.
+    def train(self, perturbations):
+        """Trains the entire grid with these perturbations. All calls share one compiled program.
 
-        States whose size depends on the grid's largest magnitude have that of the largest there is.
+        States whose size depends on the grid's largest magnitude have the size for the largest possible one.
         """
-        grid = plan(self.learner, chosen, seeds=2, steps=STEPS)
+        grid = plan(self.learner, perturbations, seeds=2, steps=STEPS)
         slots = [
             dataclasses.replace(slot, max_magnitude=slot.kind.limits[1]) if slot.kind.sized else slot
             for slot in grid.program.slots
         ]
-        return telemetry(dataclasses.replace(grid, program=dataclasses.replace(grid.program, slots=tuple(slots))))
+        return grid_telemetry(dataclasses.replace(grid, program=dataclasses.replace(grid.program, slots=tuple(slots))))
 
     @functools.cached_property
     def strong(self):
@@ -244,11 +254,11 @@ def ppo_case(_):
     infinite = float("inf")
     return Case(
         ppo(evaluations=1, evaluation_episodes=1),
-        ppo(evaluations=0, telemetry="basic"),  # what is measured besides does not change the training
+        ppo(evaluations=0, telemetry="basic"),  # the additional telemetry does not change the training
         {"momentum_noise": infinite, "weight_noise": infinite, "lr_spike": infinite},
         ("performance", "policy_loss", "value_loss", "entropy", "params_norm", "update_norm"),
         "actor",
-        felt={"ratio_clip_failure": 1e-4},  # its ratios are within the bounds
+        effective_magnitudes={"ratio_clip_failure": 1e-4},  # its ratios are within the default bounds
     )
 
 
@@ -292,42 +302,50 @@ def dialogue_case(_):
     )
 
 
-def on_dialogue(preset, **settings):
+def dialogue_learner(preset, **settings):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(gpt2.SIZES, "tiny", gpt2.Size(8, 1, 2))
-        few = {"size": "tiny", "prompts": 4, "group_size": 4, "epochs": 1, "performance_rows": 4, "max_grad_norm": 0.05}
-        # Where no rollout group has a signal a gradient is rounding alone: this epsilon keeps it from being scaled up.
-        few |= {"learning_rate": 1e-3, "epsilon": 1e-3}
-        before = {"warm_start": 150, "warm_start_rows": 16, "critic_warm_start": 2, "reward_model_warm_start": 2}
-        before["warm_start_learning_rate"] = 3e-3  # at higher ones two programs' roundings part before the first step
+        defaults = {
+            "size": "tiny",
+            "prompts": 4,
+            "group_size": 4,
+            "epochs": 1,
+            "performance_rows": 4,
+            "max_grad_norm": 0.05,
+        }
+        # Without a signal in any rollout group a gradient is only rounding. This epsilon keeps it from being
+        # scaled up.
+        defaults |= {"learning_rate": 1e-3, "epsilon": 1e-3}
+        warm_up = {"warm_start": 150, "warm_start_rows": 16, "critic_warm_start": 2, "reward_model_warm_start": 2}
+        warm_up["warm_start_learning_rate"] = 3e-3  # higher rates make the programs diverge by rounding before step 0
         dialogue = Hop(difficulty=1.0, entities=3, hops=2, length=13)
-        return getattr(ja.learners, preset)(dialogue, **few | before | settings)
+        return getattr(ja.learners, preset)(dialogue, **defaults | warm_up | settings)
 
 
 def preset_case(preset, poison="advantage_noise", **settings):
     infinite = float("inf")
     return Case(
-        on_dialogue(preset, **settings),
-        on_dialogue(preset, **settings | {"telemetry": "basic"}),
+        dialogue_learner(preset, **settings),
+        dialogue_learner(preset, **settings | {"telemetry": "basic"}),
         {poison: infinite, "weight_noise": infinite, "lr_spike": infinite},
         ("performance", "loss", "params_norm", "update_norm"),
         "policy/h/0",
-        felt={"ratio_clip_failure": 1e-4},  # its ratios are within the bounds
+        effective_magnitudes={"ratio_clip_failure": 1e-4},  # its ratios are within the default bounds
     )
 
 
-def quick(case):
-    """With what is kept, of the perturbations that the first tiny learner has at shared sites."""
+def without_most_shared_sites(case):
+    """Leaves out most perturbations at the sites that the first tiny learner also has."""
     shared = {name for name in tiny_case(None).names if registry.perturbations[name].site in SHARED}
-    return dataclasses.replace(case, left_out=frozenset({"lr_spike"} | shared - KEPT))
+    return dataclasses.replace(case, excluded=frozenset({"lr_spike"} | shared - ALWAYS_INCLUDED))
 
 
 CASES = {
     "tiny": tiny_case,
     "tiny, remedied": remedied_case,
-    "tiny dialogue": lambda corpus: quick(dialogue_case(corpus)),
-    "ppo": lambda corpus: quick(ppo_case(corpus)),
-    "language_model": lambda corpus: quick(language_model_case(corpus, telemetry="basic")),
+    "tiny dialogue": lambda corpus: without_most_shared_sites(dialogue_case(corpus)),
+    "ppo": lambda corpus: without_most_shared_sites(ppo_case(corpus)),
+    "language_model": lambda corpus: without_most_shared_sites(language_model_case(corpus, telemetry="basic")),
     "ppo, everything": ppo_case,
     "language_model, everything": language_model_case,
     "grpo, everything": lambda _: preset_case("grpo"),
@@ -340,93 +358,94 @@ CASES = {
 }
 
 
-IN_EVERY_RUN = ("tiny",)
+DEFAULT_CASES = ("tiny",)
 
 
-def cases(others):
-    """All cases; `others` marks those that are not tiny."""
+def case_params(other_marks):
+    """Returns all cases as parameters. `other_marks` mark the cases that are not tiny."""
     marks = {
-        name: () if name in IN_EVERY_RUN else pytest.mark.slow if "everything" in name else others for name in CASES
+        name: () if name in DEFAULT_CASES else pytest.mark.slow if "everything" in name else other_marks
+        for name in CASES
     }
     return [pytest.param(name, marks=mark) for name, mark in marks.items()]
 
 
-@pytest.fixture(scope="module", params=cases(pytest.mark.exhaustive))
+@pytest.fixture(scope="module", params=case_params(pytest.mark.exhaustive))
 def case(request, corpus):
     return CASES[request.param](corpus)
 
 
-def telemetry(grid):
+def grid_telemetry(grid):
     baseline, forks = compiled(grid.program)(inputs(grid))
     return arrange(grid, baseline, forks), {k: np.asarray(v)[:, : len(grid.seeds)] for k, v in baseline.items()}
 
 
-def same(a, b):
+def equal_with_nan(a, b):
     return np.array_equal(a, b, equal_nan=True)
 
 
-def lane_same(arrays, other, condition, start=0, stop=STEPS):
-    return all(same(arrays[k][:, condition, start:stop], other[k][:, condition, start:stop]) for k in arrays)
+def lanes_equal(first, second, condition, start=0, stop=STEPS):
+    return all(equal_with_nan(first[k][:, condition, start:stop], second[k][:, condition, start:stop]) for k in first)
 
 
-def test_every_standard_perturbation_fits_a_tiny_learner_and_those_not_of_dialogues_another(corpus):
-    tiny, dialogue = ({*make(None).names, "lr_spike"} for make in (tiny_case, dialogue_case))
+def test_tiny_learners_together_have_all_standard_perturbations(corpus):
+    tiny, dialogue = ({*make_case(None).names, "lr_spike"} for make_case in (tiny_case, dialogue_case))
     assert tiny | dialogue == set(registry.perturbations)
-    fitting = {name for make in (ppo_case, language_model_case) for name in make(corpus).names}
+    fitting = {name for make_case in (ppo_case, language_model_case) for name in make_case(corpus).names}
     sites = ("advantage", "gae_lambda", "ratio_clip")
-    of_policy_gradients = {name for name in dialogue if registry.perturbations[name].site in sites}
-    assert fitting | {"lr_spike"} == tiny | of_policy_gradients
+    policy_gradient_names = {name for name in dialogue if registry.perturbations[name].site in sites}
+    assert fitting | {"lr_spike"} == tiny | policy_gradient_names
 
 
-def test_a_learner_is_disturbed_at_all_its_sites(case):
+def test_a_learner_is_perturbed_at_all_its_sites(case):
     sites = {registry.perturbations[name].site for name in case.names}
-    sites |= {"learning_rate"}  # lr_spike is in every grid
+    sites |= {"learning_rate"}  # every grid contains lr_spike
     assert sites == set(find_sites(case.learner, STEPS)) & set(SITES)
 
 
 def test_identity_a_neutral_lane_is_bitwise_the_control(case):
-    chosen = []
+    neutral = []
     for perturbation in case.perturbations():
         parts = [dataclasses.replace(p, magnitude=p.neutral) for p in perturbation.parts]
-        chosen.append(ja.chain(*parts))
-    arrays, _ = case.train(chosen)
+        neutral.append(ja.chain(*parts))
+    telemetry, _ = case.train(neutral)
     for condition, name in enumerate(case.conditions):
-        for channel, values in arrays.items():
-            assert same(values[:, condition], values[:, 0]), f"{name} changed {channel}"
+        for channel, values in telemetry.items():
+            assert equal_with_nan(values[:, condition], values[:, 0]), f"{name} changed {channel}"
 
 
 def test_pairing_before_the_fork_a_lane_is_the_baseline(case):
-    arrays, baseline = case.strong
-    for channel, values in arrays.items():
+    telemetry, baseline = case.strong
+    for channel, values in telemetry.items():
         for condition in range(len(case.conditions)):
-            assert same(values[:, condition, :FORK], np.moveaxis(baseline[channel], 0, 1)[:, :FORK]), channel
+            assert equal_with_nan(values[:, condition, :FORK], np.moveaxis(baseline[channel], 0, 1)[:, :FORK]), channel
 
 
-def test_pairing_a_closed_window_is_bitwise_the_control_and_an_open_one_is_felt(case):
-    arrays, _ = case.strong
+def test_pairing_lanes_equal_the_control_until_the_window_and_differ_later(case):
+    telemetry, _ = case.strong
     for condition, name in enumerate(case.conditions):
         if name in case.names:
-            for channel, values in arrays.items():
-                assert same(values[:, condition, :OPEN], values[:, 0, :OPEN]), f"{name}: {channel}"
-            later = [values[seed, [condition, 0], OPEN:] for values in arrays.values() for seed in (0, 1)]
-            apart = [not np.allclose(*pair, rtol=1e-5, atol=0, equal_nan=True) for pair in later]
-            assert any(apart), f"{name} changed nothing but roundings"
+            for channel, values in telemetry.items():
+                assert equal_with_nan(values[:, condition, :OPEN], values[:, 0, :OPEN]), f"{name}: {channel}"
+            pairs = [values[seed, [condition, 0], OPEN:] for values in telemetry.values() for seed in (0, 1)]
+            differences = [not np.allclose(*pair, rtol=1e-5, atol=0, equal_nan=True) for pair in pairs]
+            assert any(differences), f"{name} changed nothing beyond rounding"
 
 
 def test_isolation_a_lane_driven_to_nan_changes_no_other(case):
-    """Three sites drive lanes to NaN at once, and a broken learning rate fills kept states with it."""
+    """Three sites drive lanes to NaN at once, and an infinite learning rate fills perturbations' states with NaN."""
     stateful = case.stateful[::2]
-    chosen = case.perturbations(case.poisoned)
+    perturbations = case.perturbations(case.poisoned)
     for name in stateful:
-        chosen[case.conditions.index(name) - 1] = chained(name, rate=float("inf"))
-    arrays, _ = case.train(chosen)
+        perturbations[case.conditions.index(name) - 1] = chained(name, rate=float("inf"))
+    telemetry, _ = case.train(perturbations)
     destroyed = [*case.poisoned, *stateful]
     for name in destroyed:
-        after = arrays["params_norm"][:, case.conditions.index(name), CLOSE:]
-        assert not np.isfinite(after).any(), f"{name} should have destroyed its lane"
+        values_after = telemetry["params_norm"][:, case.conditions.index(name), CLOSE:]
+        assert not np.isfinite(values_after).any(), f"{name} should have destroyed its lane"
     for condition, name in enumerate(case.conditions):
         if name not in destroyed:
-            assert lane_same(arrays, case.strong[0], condition), f"{name} was touched by another lane's NaN"
+            assert lanes_equal(telemetry, case.strong[0], condition), f"{name} was changed by another lane's NaN"
 
 
 def test_one_program_new_magnitudes_windows_and_targets_compile_nothing(case):
@@ -436,62 +455,66 @@ def test_one_program_new_magnitudes_windows_and_targets_compile_nothing(case):
         lambda event, seconds, **_: compilations.append(event) if "backend_compile" in event else None
     )
     rng = np.random.default_rng(0)
-    other = {n: float(m) for n, m in zip(case.names, rng.uniform(0.05, 0.95, len(case.names)), strict=True)}
-    other |= {"quantize": 4.0, "sampler_quantize": 4.0}
-    other |= {name: 3.0 for name in case.names if registry.perturbations[name].whole}
-    case.train(case.perturbations(other))
-    retimed = [
+    magnitudes = {n: float(m) for n, m in zip(case.names, rng.uniform(0.05, 0.95, len(case.names)), strict=True)}
+    magnitudes |= {"quantize": 4.0, "sampler_quantize": 4.0}
+    magnitudes |= {name: 3.0 for name in case.names if registry.perturbations[name].whole}
+    case.train(case.perturbations(magnitudes))
+    other_windows = [
         ja.chain(*(dataclasses.replace(p, when=ja.window(FORK, 2)) for p in x.parts)) for x in case.perturbations()
     ]
-    case.train(retimed)
-    aimed = [
+    case.train(other_windows)
+    with_targets = [
         ja.chain(
-            *(dataclasses.replace(p, target=case.aim if p.site in ("params", "gradient") else None) for p in x.parts)
+            *(dataclasses.replace(p, target=case.target if p.site in ("params", "gradient") else None) for p in x.parts)
         )
         for x in case.perturbations()
     ]
-    arrays, _ = case.train(aimed)
+    telemetry, _ = case.train(with_targets)
     assert not compilations
     jax.jit(lambda x: x * 3.25 + 1)(np.ones(7))
-    assert compilations, "the listener hears compilations"
+    assert compilations, "the listener does not count compilations"
     condition = case.conditions.index("weight_noise")
-    assert not lane_same(arrays, strong[0], condition), "the target was ignored"
+    assert not lanes_equal(telemetry, strong[0], condition), "the target was ignored"
 
 
 def test_equal_settings_make_equal_learners_which_share_one_program(corpus):
     pairs = [(ppo(), ppo(hidden=[8])), (language_model(corpus), language_model(corpus))]
-    for one, same_again in pairs:
-        assert one == same_again
+    for first_learner, second_learner in pairs:
+        assert first_learner == second_learner
         spikes = [ja.lr_spike(onset=FORK, duration=1)]
-        first, second = (plan(learner, spikes, seeds=1, steps=STEPS) for learner in (one, same_again))
+        first, second = (plan(learner, spikes, seeds=1, steps=STEPS) for learner in (first_learner, second_learner))
         assert compiled(first.program) is compiled(second.program)
     assert ppo() != ppo(epochs=3)
     assert language_model(corpus) != language_model(corpus, accumulation=4)
 
 
 def test_exact_replay_the_same_program_gives_the_same_bits(case):
-    arrays, baseline = case.train(case.perturbations())
+    telemetry, baseline = case.train(case.perturbations())
     for condition in range(len(case.conditions)):
-        assert lane_same(arrays, case.strong[0], condition)
-    assert all(same(baseline[k], case.strong[1][k]) for k in baseline)
+        assert lanes_equal(telemetry, case.strong[0], condition)
+    assert all(equal_with_nan(baseline[k], case.strong[1][k]) for k in baseline)
 
 
-@pytest.mark.parametrize("case", cases(pytest.mark.slow), indirect=True, scope="module")
+@pytest.mark.parametrize("case", case_params(pytest.mark.slow), indirect=True, scope="module")
 @pytest.mark.exhaustive
-def test_common_randomness_adding_a_condition_leaves_the_others_equal_but_for_rounding(case):
-    """A grid of some of the conditions, at another width and from step 0 on, follows the same path at first."""
-    few = ["weight_noise", "gradient_sign_flip", *[n for n in case.names if n in ("reward_noise", "observation_stuck")]]
-    chosen = [chained(name, fork=0) for name in few]
-    smaller = train_from_the_start(case.smaller, chosen, seeds=2, steps=STEPS)
-    for position, name in enumerate(["control", *few]):
+def test_common_randomness_other_conditions_change_a_lane_only_by_rounding(case):
+    """A grid of a few conditions, with another width and a fork at step 0, follows the same path at first."""
+    names = [
+        "weight_noise",
+        "gradient_sign_flip",
+        *[n for n in case.names if n in ("reward_noise", "observation_stuck")],
+    ]
+    perturbations = [chained(name, fork=0) for name in names]
+    smaller = train_without_baseline(case.smaller, perturbations, seeds=2, steps=STEPS)
+    for position, name in enumerate(["control", *names]):
         for channel in case.compared:
-            mine = smaller[channel][:, position, : OPEN + 1]
-            theirs = case.strong[0][channel][:, case.conditions.index(name), : OPEN + 1]
-            np.testing.assert_allclose(mine, theirs, rtol=2e-3, atol=2e-4, err_msg=f"{name}: {channel}")
+            actual = smaller[channel][:, position, : OPEN + 1]
+            expected = case.strong[0][channel][:, case.conditions.index(name), : OPEN + 1]
+            np.testing.assert_allclose(actual, expected, rtol=2e-3, atol=2e-4, err_msg=f"{name}: {channel}")
 
 
-def test_lanes_of_a_seed_share_the_learners_randomness_and_seeds_do_not(case):
-    arrays, _ = case.strong
-    measured = arrays["performance"][:, :, FORK]
-    assert same(measured[:, 2:], np.repeat(measured[:, :1], len(case.names), axis=1))
-    assert not same(arrays["params_norm"][0, 0], arrays["params_norm"][1, 0])
+def test_lanes_of_a_seed_share_the_learners_randomness(case):
+    telemetry, _ = case.strong
+    performance = telemetry["performance"][:, :, FORK]
+    assert equal_with_nan(performance[:, 2:], np.repeat(performance[:, :1], len(case.names), axis=1))
+    assert not equal_with_nan(telemetry["params_norm"][0, 0], telemetry["params_norm"][1, 0])

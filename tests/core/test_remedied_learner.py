@@ -1,4 +1,4 @@
-"""`ja.remedied`: neutral strengths, the order in which remedies act, remedies of remedied learners, and refusals."""
+"""`ja.remedied`: neutral strengths, the order in which remedies act, nested remedies, and refusals."""
 
 import functools
 import math
@@ -10,26 +10,26 @@ import numpy as np
 import optax
 import pytest
 from small_learner import (
+    DURATION,
     ONSET,
-    OPEN,
     RATE,
     SIZE,
     STEPS,
     UPDATES,
     WINDOW,
     added,
-    audited,
-    close,
-    driven,
-    fitting,
+    assert_close,
+    audit_telemetry,
+    fitting_kinds,
     fresh,
-    helped,
-    kinds,
-    lane,
-    noise,
-    small,
-    told,
-    tree,
+    lane_telemetry,
+    random_gradients,
+    remedied_telemetry,
+    remedy_kinds,
+    run_updates,
+    small_learner,
+    to_params,
+    with_fitting_remedies,
 )
 
 import jaxaudit as ja
@@ -41,19 +41,19 @@ from jaxaudit.core.taps import ROOT, Taps
 from jaxaudit.runtime import registry
 
 
-def test_the_small_learner_has_the_remedies_of_an_optimizer():
+def test_the_small_learner_fits_all_remedies_of_optimizers():
     expected = {"learning_rate_scale", "learning_rate_warmup", "target_kl_stop", "nonfinite_skip", "six_sigma_skip"}
     expected |= {"zclip", "adagc", "spam", "adam_rel", "equal_betas", "stable_adamw", "l2_init", "weight_decay"}
-    assert expected | {"clip_higher", "decoupled_lambda", "adaptive_entropy"} <= {kind.name for kind in fitting()}
+    assert expected | {"clip_higher", "decoupled_lambda", "adaptive_entropy"} <= {kind.name for kind in fitting_kinds()}
 
 
-BAD = [1.5, -0.0, math.nan, math.inf, -math.inf, 1e-42, -3e38]
+SPECIAL_FLOATS = [1.5, -0.0, math.nan, math.inf, -math.inf, 1e-42, -3e38]
 
 
-def bad_values():
-    """Values that arithmetic changes, for each place where remedies act."""
-    params = tree(BAD)
-    state = optax.ScaleByAdamState(jnp.int32(7), tree(BAD[::-1]), tree(np.roll(BAD, 2)))
+def special_values():
+    """Returns values that arithmetic changes, for each site of remedies."""
+    params = to_params(SPECIAL_FLOATS)
+    state = optax.ScaleByAdamState(jnp.int32(7), to_params(SPECIAL_FLOATS[::-1]), to_params(np.roll(SPECIAL_FLOATS, 2)))
     return {
         "penalty": params,
         "guard": remedies.ProposedUpdate(params, state, jnp.float32(1.0), jnp.float32(math.nan)),
@@ -72,80 +72,87 @@ def bits(value):
     return [(x.dtype, x.shape, x.tobytes()) for x in map(np.asarray, jax.tree.leaves(value))]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in kinds() if kind.apply], ids=lambda kind: kind.name)
-def test_a_value_is_the_same_bit_for_bit_at_the_neutral_strength(kind):
-    """Whatever the remedy's state has become, and with a run's beginning, middle and end."""
-    values = bad_values()
-    others = {"params": tree(np.roll(BAD, 1)), "gradient": values["penalty"], "moments": values["optimizer_state"]}
+@pytest.mark.parametrize("kind", [kind for kind in remedy_kinds() if kind.apply], ids=lambda kind: kind.name)
+def test_a_neutral_strength_leaves_values_bitwise_unchanged(kind):
+    """This holds for any state of the remedy, and at the run's beginning, middle and end."""
+    values = special_values()
+    others = {
+        "params": to_params(np.roll(SPECIAL_FLOATS, 1)),
+        "gradient": values["penalty"],
+        "moments": values["optimizer_state"],
+    }
     others |= {"betas": values["betas"], "loss": jnp.float32(math.nan), "approximate_kl": jnp.float32(math.inf)}
     others |= {"entropy": lambda: jnp.float32(math.nan), "gradient_of": lambda term, key: values["penalty"]}
     others |= {"reinitialise": fresh, "new_moments": lambda params: values["optimizer_state"]}
     value = values[kind.site]
     states = {kind.name: {ROOT: kind.init(value)}} if kind.keeps_state else {}
 
-    def through(value, strength, step, states):
+    def apply_remedy(value, strength, step, states):
         taps = Taps(step, 3, key=jax.random.key(0)).with_remedies(((kind, strength),), states, None)
         return taps.remedy(kind.site, value, **others), taps.remedy_states
 
-    compiled = jax.jit(through)
+    compiled = jax.jit(apply_remedy)
     for step in range(3):
-        found, states = compiled(value, jnp.float32(kind.neutral), step, states)
-        assert bits(found) == bits(value)
-    other = compiled(value, jnp.float32(kind.strength), 0, states)[0]
+        result, states = compiled(value, jnp.float32(kind.neutral), step, states)
+        assert bits(result) == bits(value)
+    strong = compiled(value, jnp.float32(kind.strength), 0, states)[0]
     assert bits(jax.jit(lambda: value)()) == bits(value)
-    assert jax.tree.structure(other) == jax.tree.structure(value)
+    assert jax.tree.structure(strong) == jax.tree.structure(value)
 
 
-OF_OPTIMIZERS = [kind for kind in kinds() if kind.site in set(remedies.HOOKS) - {"trained"}]
+OPTIMIZER_REMEDIES = [kind for kind in remedy_kinds() if kind.site in set(remedies.HOOKS) - {"trained"}]
 
 
-@pytest.mark.parametrize("kind", OF_OPTIMIZERS, ids=lambda kind: kind.name)
-def test_a_neutral_remedy_leaves_updates_as_they_are(kind):
-    optimizer, series = ja.Optimizer(ja.Adam(), RATE, max_norm=2.0), noise(30, seed=15)
+@pytest.mark.parametrize("kind", OPTIMIZER_REMEDIES, ids=lambda kind: kind.name)
+def test_a_neutral_remedy_leaves_updates_unchanged(kind):
+    optimizer, series = ja.Optimizer(ja.Adam(), RATE, max_norm=2.0), random_gradients(30, seed=15)
     context = {"loss": np.linspace(3.0, 1.0, 30), "approximate_kl": np.linspace(0.0, 1.0, 30)}
-    plain = driven(optimizer, [], np.ones(SIZE), series, **context)
-    found = driven(optimizer, [kind(kind.neutral)], np.ones(SIZE), series, **context)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6 * float(jnp.max(jnp.abs(other))))
+    plain = run_updates(optimizer, [], np.ones(SIZE), series, **context)
+    remedied = run_updates(optimizer, [kind(kind.neutral)], np.ones(SIZE), series, **context)
+    for remedied_leaf, plain_leaf in zip(jax.tree.leaves(remedied), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(
+            remedied_leaf, plain_leaf, rtol=1e-6, atol=1e-6 * float(jnp.max(jnp.abs(plain_leaf)))
+        )
 
 
-def same_as_plain(found, within):
-    plain = audited(small())
-    acted = set(found) - set(plain)
-    assert set(plain) < set(found)
-    assert not [name for name in acted if not name.startswith("acted_") or (found[name] != 0).any()]
+def assert_equal_without_remedies(remedied, tolerance):
+    plain = audit_telemetry(small_learner())
+    extra_channels = set(remedied) - set(plain)
+    assert set(plain) < set(remedied)
+    assert not [name for name in extra_channels if not name.startswith("acted_") or (remedied[name] != 0).any()]
     for name, values in plain.items():
         scale = np.max(np.abs(values), where=np.isfinite(values), initial=0.0)
-        np.testing.assert_allclose(found[name], values, rtol=within, atol=within * scale, err_msg=name)
+        np.testing.assert_allclose(remedied[name], values, rtol=tolerance, atol=tolerance * scale, err_msg=name)
 
 
 def test_a_learner_with_neutral_remedies_trains_as_without():
-    """Undisturbed, and where rate and gradient are disturbed, made NaN among others."""
-    same_as_plain(told(), within=1e-4)  # 1 - beta2 is rounded otherwise where betas are data
-    poison = lane(told(), "poisoned")
+    """This holds without perturbations, and where rate and gradient are perturbed or made NaN."""
+    # If betas are data, 1 - beta2 is rounded differently.
+    assert_equal_without_remedies(remedied_telemetry(), tolerance=1e-4)
+    poison = lane_telemetry(remedied_telemetry(), "poisoned")
     assert np.isnan(poison["params"][ONSET:]).all()
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [kind.name for kind in kinds() if kind.apply])
+@pytest.mark.parametrize("name", [kind.name for kind in remedy_kinds() if kind.apply])
 def test_a_learner_with_one_neutral_remedy_trains_as_without(name):
     kind = registry.remedies[name]
-    if reason := remedy_misfit(kind, find_sites(small())):
+    if reason := remedy_misfit(kind, find_sites(small_learner())):
         pytest.skip(reason)
-    same_as_plain(audited(ja.remedied(small(), kind(kind.neutral))), within=1e-6)
+    assert_equal_without_remedies(audit_telemetry(ja.remedied(small_learner(), kind(kind.neutral))), tolerance=1e-6)
 
 
-def test_a_periodic_reset_replaces_parameters_and_moments_after_equal_parts_of_the_run():
-    found = lane(told(periodic_reset=4.0), "control")
-    resets = np.array([1, 3, 5, 7])  # of ten steps
-    np.testing.assert_array_equal(found["acted_periodic_reset"], np.isin(np.arange(STEPS), resets))
-    np.testing.assert_array_equal(found["count"][resets], 0)
-    assert (found["mu"][resets] == 0).all()
-    last = found["params"][:-1, -1]  # those that the step's last update left
-    moved = np.abs(found["begin"][1:] - last).max(axis=1)
-    np.testing.assert_array_equal(moved > 0, np.isin(np.arange(STEPS - 1), resets))
-    anew = found["begin"][resets + 1]
-    assert len(np.unique(anew)) == anew.size, "each reset draws other parameters"
+def test_a_periodic_reset_replaces_parameters_and_moments():
+    telemetry = lane_telemetry(remedied_telemetry(periodic_reset=4.0), "control")
+    resets = np.array([1, 3, 5, 7])  # in ten steps
+    np.testing.assert_array_equal(telemetry["acted_periodic_reset"], np.isin(np.arange(STEPS), resets))
+    np.testing.assert_array_equal(telemetry["count"][resets], 0)
+    assert (telemetry["mu"][resets] == 0).all()
+    last_params = telemetry["params"][:-1, -1]  # the parameters after each step's last update
+    change = np.abs(telemetry["begin"][1:] - last_params).max(axis=1)
+    np.testing.assert_array_equal(change > 0, np.isin(np.arange(STEPS - 1), resets))
+    reset_params = telemetry["begin"][resets + 1]
+    assert len(np.unique(reset_params)) == reset_params.size, "resets gave equal parameters"
 
 
 @pytest.mark.exhaustive
@@ -159,105 +166,110 @@ def test_a_periodic_reset_replaces_parameters_and_moments_after_equal_parts_of_t
     ],
     ids=["ppo", "trpo", "language_model", "ppo_lm"],
 )
-def test_learners_can_be_reset(learner):
-    made = learner()
-    labels = set(find_sites(made).remedy_points["trained"])
-    assert labels == ({"policy", "critic"} if made.name == "ppo_lm" else {""})
-    assert remedy_misfit(remedies.periodic_reset, find_sites(made)) is None
+def test_learners_support_periodic_resets(learner):
+    instance = learner()
+    labels = set(find_sites(instance).remedy_points["trained"])
+    assert labels == ({"policy", "critic"} if instance.name == "ppo_lm" else {""})
+    assert remedy_misfit(remedies.periodic_reset, find_sites(instance)) is None
 
 
-def test_what_a_learner_taps_but_does_not_use_is_given_its_strength():
-    found = lane(told(clip_higher=0.5, decoupled_lambda=0.7), "control")
-    close(found["bounds"], np.tile([0.2, 0.5], (STEPS, 1)))
-    close(found["lambda"], np.full(STEPS, 0.7))
+def test_remedies_set_tapped_values_that_a_learner_does_not_use():
+    telemetry = lane_telemetry(remedied_telemetry(clip_higher=0.5, decoupled_lambda=0.7), "control")
+    assert_close(telemetry["bounds"], np.tile([0.2, 0.5], (STEPS, 1)))
+    assert_close(telemetry["lambda"], np.full(STEPS, 0.7))
 
 
 def test_the_entropy_bonus_follows_its_target():
-    """By 0.005 a step, up while the entropy is below the target, and nothing while it is above."""
-    entropy = lane(told(), "control")["begin"][:, :3].sum(1)
+    """The coefficient changes by 0.005 a step.
+
+    It rises while the entropy is below the target, and is 0 while it is above.
+    """
+    entropy = lane_telemetry(remedied_telemetry(), "control")["begin"][:, :3].sum(1)
     target = float(np.median(entropy))
-    found, coefficient, expected = lane(told(adaptive_entropy=target), "control"), 0.0, []
-    np.testing.assert_array_equal(found["begin"][:, :3].sum(1), entropy)
-    for latest in entropy:
-        coefficient = min(1.0, max(0.0, coefficient + (0.005 if latest < target else -0.005)))
-        expected.append(coefficient if latest <= target else 0.0)
-    close(found["weight"], expected)
+    telemetry, coefficient, expected = lane_telemetry(remedied_telemetry(adaptive_entropy=target), "control"), 0.0, []
+    np.testing.assert_array_equal(telemetry["begin"][:, :3].sum(1), entropy)
+    for value in entropy:
+        coefficient = min(1.0, max(0.0, coefficient + (0.005 if value < target else -0.005)))
+        expected.append(coefficient if value <= target else 0.0)
+    assert_close(telemetry["weight"], expected)
     assert 0 < np.count_nonzero(expected) < STEPS
 
 
-def test_a_guard_sees_the_disturbed_gradient():
-    """Bad gradients are disturbances here, and the guard leaves their updates out."""
-    found = lane(told(nonfinite_skip=1.0, l2_init=0.1, weight_decay=0.1), "poisoned")
+def test_a_guard_receives_the_perturbed_gradient():
+    """The perturbation makes gradients NaN, and the guard skips their updates."""
+    telemetry = lane_telemetry(remedied_telemetry(nonfinite_skip=1.0, l2_init=0.1, weight_decay=0.1), "poisoned")
     skipped = np.zeros((STEPS, UPDATES), bool)
     skipped[WINDOW] = True
-    np.testing.assert_array_equal(found["update_norm"] == 0, skipped)
-    before = found["params"][ONSET - 1, -1]
-    np.testing.assert_array_equal(found["params"][WINDOW], np.broadcast_to(before, (OPEN, UPDATES, SIZE)))
+    np.testing.assert_array_equal(telemetry["update_norm"] == 0, skipped)
+    params_before = telemetry["params"][ONSET - 1, -1]
+    np.testing.assert_array_equal(
+        telemetry["params"][WINDOW], np.broadcast_to(params_before, (DURATION, UPDATES, SIZE))
+    )
     for name in ("mu", "nu", "count"):
         np.testing.assert_array_equal(
-            found[name][WINDOW], np.broadcast_to(found[name][ONSET - 1], found[name][WINDOW].shape)
+            telemetry[name][WINDOW], np.broadcast_to(telemetry[name][ONSET - 1], telemetry[name][WINDOW].shape)
         )
     for name in ("params", "mu", "nu", "performance"):
-        assert np.isfinite(found[name]).all()
+        assert np.isfinite(telemetry[name]).all()
 
 
-def test_a_penalty_is_added_before_a_gradient_is_disturbed_and_x_used_is_of_the_disturbance_alone():
-    """The remedies change the gradient, too: L2 Init before, and AdaGC after the disturbance."""
-    found = told(l2_init=0.5, adagc=1.05)
-    assert (lane(found, "control")["used"] == 1).all()
-    pushed = lane(found, "pushed")
+def test_x_used_compares_the_penalized_gradient_with_the_perturbed_one():
+    """Two remedies change the gradient, too: L2 Init before, and AdaGC after the perturbation."""
+    telemetry = remedied_telemetry(l2_init=0.5, adagc=1.05)
+    assert (lane_telemetry(telemetry, "control")["used"] == 1).all()
+    pushed = lane_telemetry(telemetry, "pushed")
     push = np.concatenate([np.zeros(3), np.full(4, 2.0)])
-    first = pushed["begin"][0]
+    initial = pushed["begin"][0]
     for step in range(STEPS):
         for update in range(UPDATES):
-            now = pushed["params"][step, update - 1] if update else pushed["begin"][step]
-            with_penalty = pushed["gradient"][step, update] + 2 * 0.5 * (now - first)
+            params = pushed["params"][step, update - 1] if update else pushed["begin"][step]
+            with_penalty = pushed["gradient"][step, update] + 2 * 0.5 * (params - initial)
             disturbed = with_penalty + push
             cosine = with_penalty @ disturbed / np.linalg.norm(with_penalty) / np.linalg.norm(disturbed)
-            opened = ONSET <= step < ONSET + OPEN
-            assert pushed["used"][step, update] == pytest.approx(cosine if opened else 1.0, abs=1e-4)
-            norm = np.linalg.norm(disturbed if opened else with_penalty)
+            is_open = ONSET <= step < ONSET + DURATION
+            assert pushed["used"][step, update] == pytest.approx(cosine if is_open else 1.0, abs=1e-4)
+            norm = np.linalg.norm(disturbed if is_open else with_penalty)
             assert pushed["gradient_norm"][step, update] == pytest.approx(min(1.0, norm), rel=1e-3), "clipped to 1"
 
 
-def doubled(value, strength, state):
+def multiply(value, strength, state):
     return jax.tree.map(lambda x: strength * x, value), state
 
 
-def raised(value, strength, state):
+def increase(value, strength, state):
     return jax.tree.map(lambda x: x + strength, value), state
 
 
-def counted(value, strength, state):
-    """Adds how often it was there."""
+def count_calls(value, strength, state):
+    """Adds the number of earlier calls."""
     return value + strength * state, state + 1.0
 
 
-DOUBLED = remedies.RemedyKind("doubled", 2.0, "reward", doubled, neutral=1.0)
+MULTIPLIED = remedies.RemedyKind("multiplied", 2.0, "reward", multiply, neutral=1.0)
 
 
-RAISED = remedies.RemedyKind("raised", 1.0, "reward", raised, neutral=0.0)
+INCREASED = remedies.RemedyKind("increased", 1.0, "reward", increase, neutral=0.0)
 
 
-COUNTED = remedies.RemedyKind("counted", 1.0, "reward", counted, neutral=0.0, init=lambda value: jnp.zeros(()))
+COUNTED = remedies.RemedyKind("counted", 1.0, "reward", count_calls, neutral=0.0, init=lambda value: jnp.zeros(()))
 
 
-STEERED = remedies.RemedyKind("steered", 1.0, "gradient", raised, neutral=0.0)
+STEERED = remedies.RemedyKind("steered", 1.0, "gradient", increase, neutral=0.0)
 
 
-def test_x_used_is_of_the_disturbance_alone_where_a_remedy_acts_at_the_gradient_itself():
-    found = lane(audited(ja.remedied(small(), STEERED(5.0))), "pushed")
-    helped = found["gradient"] + 5.0
-    disturbed = helped + np.concatenate([np.zeros(3), np.full(4, 2.0)])
-    norms = np.linalg.norm(helped, axis=-1) * np.linalg.norm(disturbed, axis=-1)
-    cosine = (helped * disturbed).sum(-1) / norms
-    close(found["used"][WINDOW], cosine[WINDOW], rtol=1e-4)
-    assert (found["used"][:ONSET] == 1).all()
+def test_x_used_excludes_a_remedy_at_the_gradient_site():
+    telemetry = lane_telemetry(audit_telemetry(ja.remedied(small_learner(), STEERED(5.0))), "pushed")
+    remedied = telemetry["gradient"] + 5.0
+    disturbed = remedied + np.concatenate([np.zeros(3), np.full(4, 2.0)])
+    norms = np.linalg.norm(remedied, axis=-1) * np.linalg.norm(disturbed, axis=-1)
+    cosine = (remedied * disturbed).sum(-1) / norms
+    assert_close(telemetry["used"][WINDOW], cosine[WINDOW], rtol=1e-4)
+    assert (telemetry["used"][:ONSET] == 1).all()
 
 
 @functools.cache
-def tapping():
-    """A learner that taps a reward of 1 alone, in all the ways there are, and sums what it gets."""
+def tapping_learner():
+    """Returns a learner that taps the constant 1 in all possible ways, and sums the results."""
 
     def step(state, key, taps):
         outside = taps("reward", jnp.ones(()))
@@ -267,76 +279,78 @@ def tapping():
         )
         even = taps.step % 2 == 0
         _, branch = taps.cond(even, lambda taps, c: (c, taps("reward", jnp.ones(()))), 0.0)
-        seen = jnp.concatenate([outside[None], scanned, repeated, branch[None]])
-        return state + 1, {"performance": jnp.sum(seen), "seen": seen}
+        values = jnp.concatenate([outside[None], scanned, repeated, branch[None]])
+        return state + 1, {"performance": jnp.sum(values), "seen": values}
 
     return ja.Learner(lambda key: jnp.zeros(()), step, name="tapping")
 
 
-def seen(learner, steps=4):
+def tapped_values(learner, steps=4):
     return np.asarray(ja.audit(learner, [], seeds=1, steps=steps).telemetry["seen"].values[0, 0])
 
 
-def test_states_of_remedies_go_through_scan_repeat_and_cond_and_from_step_to_step():
+def test_states_of_remedies_pass_through_scan_repeat_cond_and_steps():
     count, expected = 0, []
     for step in range(4):
         row = []
         for tap in range(7):
-            taken = tap < 6 or step % 2 == 0
-            row.append(1.0 + count if taken else 0.0)
-            count += taken
+            is_tapped = tap < 6 or step % 2 == 0
+            row.append(1.0 + count if is_tapped else 0.0)
+            count += is_tapped
         expected.append(row)
-    np.testing.assert_array_equal(seen(ja.remedied(tapping(), COUNTED())), expected)
+    np.testing.assert_array_equal(tapped_values(ja.remedied(tapping_learner(), COUNTED())), expected)
 
 
-@pytest.mark.parametrize("kept", [False, True], ids=["stateless", "stateful"])
-def test_what_a_remedy_remembers_of_a_loop_does_not_depend_on_what_else_is_in_the_grid(kept):
-    """A loop that may leave off runs all its turns where a perturbation keeps state, at whatever site."""
+@pytest.mark.parametrize("stateful", [False, True], ids=["stateless", "stateful"])
+def test_a_remedys_state_in_a_loop_is_independent_of_perturbations(stateful):
+    """A loop with `until` runs all its turns if a perturbation at any site keeps state."""
 
     def step(state, key, taps):
         level = taps("difficulty", jnp.zeros(()))
 
         def turn(taps, carry, number):
-            over = carry[0] >= 3  # the turns left change nothing, as `until` says
-            reward = jnp.where(over, 0.0, taps("reward", jnp.ones(())))
-            return jnp.where(over, carry[0], number + 1), carry[1] + reward
+            is_over = carry[0] >= 3  # the remaining turns change nothing, as `until` requires
+            reward = jnp.where(is_over, 0.0, taps("reward", jnp.ones(())))
+            return jnp.where(is_over, carry[0], number + 1), carry[1] + reward
 
         _, total = taps.repeat(turn, (jnp.int32(0), 0.0 * level), 7, until=lambda carry: carry[0] >= 3)
         return state, {"performance": total}
 
-    kind = ja.Kind("added", "signal", "difficulty", added, init=(lambda value: ()) if kept else nothing)
+    kind = ja.Kind("added", "signal", "difficulty", added, init=(lambda value: ()) if stateful else nothing)
     result = ja.audit(ja.remedied(learner_of(step), COUNTED()), [kind(onset=2, duration=1)], seeds=1, steps=4)
     baseline, control = (result.telemetry[name].values for name in ("baseline_performance", "performance"))
     np.testing.assert_array_equal(control[0, 0], baseline[0])
 
 
-def test_remedies_at_one_place_act_in_the_order_given():
-    assert (seen(ja.remedied(tapping(), DOUBLED(3.0), RAISED()), 1)[0, :6] == 4).all()
-    assert (seen(ja.remedied(tapping(), RAISED(), DOUBLED(3.0)), 1)[0, :6] == 6).all()
+def test_remedies_at_one_site_act_in_the_given_order():
+    assert (tapped_values(ja.remedied(tapping_learner(), MULTIPLIED(3.0), INCREASED()), 1)[0, :6] == 4).all()
+    assert (tapped_values(ja.remedied(tapping_learner(), INCREASED(), MULTIPLIED(3.0)), 1)[0, :6] == 6).all()
 
 
-def test_a_remedy_at_a_site_acts_before_what_disturbs_it():
-    learner = ja.remedied(learner_of(alone), RAISED())
+def test_a_remedy_at_a_site_acts_before_perturbations():
+    learner = ja.remedied(learner_of(tap_once), INCREASED())
     result = ja.audit(learner, [ja.reward_scale(3.0, onset=1, duration=1)], seeds=1, steps=3)
     np.testing.assert_array_equal(result.telemetry["performance"].values[0], [[2, 2, 2], [2, 6, 2]])
 
 
-def test_remedies_act_before_those_that_a_learner_has_already():
-    nested = ja.remedied(ja.remedied(tapping(), DOUBLED(3.0)), RAISED())
-    np.testing.assert_array_equal(seen(nested, 2), seen(ja.remedied(tapping(), RAISED(), DOUBLED(3.0)), 2))
+def test_remedies_act_before_those_of_the_inner_learner():
+    nested = ja.remedied(ja.remedied(tapping_learner(), MULTIPLIED(3.0)), INCREASED())
+    np.testing.assert_array_equal(
+        tapped_values(nested, 2), tapped_values(ja.remedied(tapping_learner(), INCREASED(), MULTIPLIED(3.0)), 2)
+    )
 
 
-def test_a_nested_learner_is_that_with_both_remedies_bit_for_bit():
-    """Of remedies that act at different places."""
-    one, other = remedies.l2_init(0.1), remedies.learning_rate_scale(0.5)
-    nested = audited(ja.remedied(ja.remedied(small(), one), other))
-    flat = audited(ja.remedied(small(), other, one))
+def test_nested_remedies_are_bitwise_those_of_one_call():
+    """The two remedies act at different sites."""
+    first, second = remedies.l2_init(0.1), remedies.learning_rate_scale(0.5)
+    nested = audit_telemetry(ja.remedied(ja.remedied(small_learner(), first), second))
+    flat = audit_telemetry(ja.remedied(small_learner(), second, first))
     for name, values in flat.items():
         np.testing.assert_array_equal(nested[name], values)
 
 
-def test_other_strengths_compile_nothing():
-    told()
+def test_new_strengths_compile_nothing():
+    remedied_telemetry()
     compilations = []
 
     def listen(event, seconds, **_):
@@ -345,23 +359,23 @@ def test_other_strengths_compile_nothing():
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        strong = audited(helped(**{kind.name: kind.strength for kind in fitting()}))
+        strong = audit_telemetry(with_fitting_remedies(**{kind.name: kind.strength for kind in fitting_kinds()}))
         assert not compilations
         jax.jit(lambda x: x * 4.75 + 3)(np.ones(11))
-        assert compilations, "the listener hears compilations"
+        assert compilations, "the listener does not count compilations"
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-    assert helped(zclip=1.0) == helped(zclip=2.0)
-    assert not np.array_equal(strong["params"], told()["params"])
+    assert with_fitting_remedies(zclip=1.0) == with_fitting_remedies(zclip=2.0)
+    assert not np.array_equal(strong["params"], remedied_telemetry()["params"])
 
 
-def test_a_lane_that_is_lost_does_not_touch_another_ones_remedies():
-    """One lane begins as NaN; the states of the other's remedies are the same bits as beside a healthy one."""
-    learner = helped(**{kind.name: kind.strength for kind in fitting()} | {"nonfinite_skip": 0.0})
+def test_a_lane_of_nan_does_not_change_another_lanes_remedies():
+    """One lane begins as NaN. The states of the other lane's remedies are bitwise those beside a healthy lane."""
+    learner = with_fitting_remedies(**{kind.name: kind.strength for kind in fitting_kinds()} | {"nonfinite_skip": 0.0})
     keys = jax.random.split(jax.random.key(3), 2)
 
     @jax.jit
-    def trained(states):
+    def train(states):
         def step(states, index):
             def advance(state, key):
                 taps = Taps(index, 6, data=learner.data, key=key)
@@ -372,25 +386,25 @@ def test_a_lane_that_is_lost_does_not_touch_another_ones_remedies():
         return jax.lax.scan(step, states, jnp.arange(6))
 
     healthy = jax.jit(jax.vmap(lambda key: learner.init(key, learner.data)))(keys)
-    lost = jax.tree.map(lambda x: x.at[1].set(jnp.nan) if x.dtype == jnp.float32 else x, healthy)
-    (states, _), (other, _) = trained(healthy), trained(lost)
-    first = [jax.tree.map(lambda x: x[0], s) for s in (states, other)]
-    assert bits(first[0]) == bits(first[1])
-    assert np.isnan(other.learner[0]["actor"][1]).all()
-    kept = {kind.name for kind in fitting() if kind.keeps_state}
-    assert set(states.remedies) == kept
-    assert {"l2_init", "zclip", "adagc", "spam", "six_sigma_skip", "target_kl_stop"} <= kept
-    for name in kept - {"target_kl_stop"}:
-        begin, end = (jax.tree.map(lambda x: x[0], s.remedies[name]) for s in (healthy, states))
-        assert bits(begin) != bits(end), f"{name} has remembered nothing"
+    with_nan = jax.tree.map(lambda x: x.at[1].set(jnp.nan) if x.dtype == jnp.float32 else x, healthy)
+    (states, _), (states_with_nan, _) = train(healthy), train(with_nan)
+    first_lanes = [jax.tree.map(lambda x: x[0], s) for s in (states, states_with_nan)]
+    assert bits(first_lanes[0]) == bits(first_lanes[1])
+    assert np.isnan(states_with_nan.learner[0]["actor"][1]).all()
+    stateful = {kind.name for kind in fitting_kinds() if kind.keeps_state}
+    assert set(states.remedies) == stateful
+    assert {"l2_init", "zclip", "adagc", "spam", "six_sigma_skip", "target_kl_stop"} <= stateful
+    for name in stateful - {"target_kl_stop"}:
+        initial, final = (jax.tree.map(lambda x: x[0], s.remedies[name]) for s in (healthy, states))
+        assert bits(initial) != bits(final), f"{name} has an unchanged state"
 
 
-def alone(state, key, taps):
+def tap_once(state, key, taps):
     return state, {"performance": taps("reward", jnp.ones(()))}
 
 
-def plain_loop(state, key, taps):
-    """A learner whose loop carries no state of its taps."""
+def tap_in_plain_loop(state, key, taps):
+    """A step whose loop does not carry the states of its taps."""
 
     def turn(total, _):
         return total + taps("reward", jnp.ones(())), None
@@ -398,7 +412,7 @@ def plain_loop(state, key, taps):
     return state, {"performance": jax.lax.scan(turn, 0.0, length=3)[0]}
 
 
-def folded(state, key, taps):
+def tap_with_folded_key(state, key, taps):
     def turn(total, index):
         return total + taps.fold_in(index)("reward", jnp.ones(())), None
 
@@ -408,8 +422,8 @@ def folded(state, key, taps):
 TWO_ADAMS = optax.chain(optax.scale_by_adam(), optax.scale_by_adam())
 
 
-def updated_by(transform):
-    """A learner that descends |x|^2 with an optax transformation."""
+def learner_with_transform(transform):
+    """Returns a learner that descends |x|^2 with an optax transformation."""
     optimizer = ja.Optimizer(transform)
 
     def step(state, key, taps):
@@ -420,49 +434,57 @@ def updated_by(transform):
     return ja.Learner(lambda key: (jnp.ones(3), optimizer.init(jnp.ones(3))), step)
 
 
-def learner_of(step, **rest):
-    return ja.Learner(lambda key: jnp.zeros(()), step, name="made", **rest)
+def learner_of(step, **settings):
+    return ja.Learner(lambda key: jnp.zeros(()), step, name="made", **settings)
 
 
 @pytest.mark.parametrize(
-    ("learner", "chosen", "sentence"),
+    ("learner", "chosen_remedies", "sentence"),
     [
         (
-            lambda: learner_of(plain_loop),
+            lambda: learner_of(tap_in_plain_loop),
             (COUNTED(),),
             "'counted' keeps state, and the learner taps 'reward' inside scan",
         ),
         (
-            lambda: learner_of(folded),
+            lambda: learner_of(tap_with_folded_key),
             (COUNTED(),),
             "'counted' keeps state, and the learner taps 'reward' in a loop that does not carry it",
         ),
-        (lambda: small(), (remedies.zclip(), remedies.zclip(2.0)), "remedy 'zclip' is there twice"),
-        (lambda: ja.remedied(small(), remedies.zclip()), (remedies.zclip(2.0),), "remedy 'zclip' is there twice"),
-        (lambda: small(), (remedies.zclip,), r"'zclip' is a kind of remedy; call it for a remedy: zclip\(\)"),
-        (lambda: small(), (0.3,), "remedied.. takes remedies, such as .*, not 0.3"),
-        (lambda: small(), (), "remedied.. needs at least one remedy"),
-        (lambda: tapping(), (remedies.zclip(),), "'zclip' acts on what a jaxaudit.Optimizer does"),
-        (lambda: updated_by(optax.identity()), (remedies.periodic_reset(),), "does not hand over at the end of a step"),
+        (lambda: small_learner(), (remedies.zclip(), remedies.zclip(2.0)), "remedy 'zclip' is there twice"),
         (
-            lambda: tapping(),
+            lambda: ja.remedied(small_learner(), remedies.zclip()),
+            (remedies.zclip(2.0),),
+            "remedy 'zclip' is there twice",
+        ),
+        (lambda: small_learner(), (remedies.zclip,), r"'zclip' is a kind of remedy; call it for a remedy: zclip\(\)"),
+        (lambda: small_learner(), (0.3,), "remedied.. takes remedies, such as .*, not 0.3"),
+        (lambda: small_learner(), (), "remedied.. needs at least one remedy"),
+        (lambda: tapping_learner(), (remedies.zclip(),), "'zclip' acts on what a jaxaudit.Optimizer does"),
+        (
+            lambda: learner_with_transform(optax.identity()),
+            (remedies.periodic_reset(),),
+            "does not hand over at the end of a step",
+        ),
+        (
+            lambda: tapping_learner(),
             (remedies.clip_higher(),),
             "site 'ratio_clip', which the learner does not tap; its sites: ",
         ),
         (
-            lambda: tapping(),
+            lambda: tapping_learner(),
             (remedies.critic_layer_norm(),),
             "'critic_layer_norm' changes settings, and 'tapping' has none",
         ),
         (lambda: ja.learners.trpo("CartPole-v1"), (remedies.target_kl_stop(),), "needs approximate_kl at 'guard'"),
-        (lambda: updated_by(optax.scale_by_adam()), (remedies.equal_betas(),), "only with a jaxaudit.Adam"),
-        (lambda: updated_by(optax.identity()), (remedies.adam_rel(),), "'adam_rel': .* state has no 'mu'"),
+        (lambda: learner_with_transform(optax.scale_by_adam()), (remedies.equal_betas(),), "only with a jaxaudit.Adam"),
+        (lambda: learner_with_transform(optax.identity()), (remedies.adam_rel(),), "'adam_rel': .* state has no 'mu'"),
         (
-            lambda: updated_by(optax.identity()),
+            lambda: learner_with_transform(optax.identity()),
             (remedies.stable_adamw(),),
             "'stable_adamw': .* decay rates are not known",
         ),
-        (lambda: updated_by(TWO_ADAMS), (remedies.spam(),), "'spam': .* state has more than one 'mu'"),
+        (lambda: learner_with_transform(TWO_ADAMS), (remedies.spam(),), "'spam': .* state has more than one 'mu'"),
     ],
     ids=[
         "scan",
@@ -483,18 +505,18 @@ def learner_of(step, **rest):
         "two Adams",
     ],
 )
-def test_what_a_learner_cannot_have_is_refused_in_one_sentence(learner, chosen, sentence):
-    made = learner()
+def test_remedies_that_do_not_fit_are_refused_in_one_sentence(learner, chosen_remedies, sentence):
+    instance = learner()
     with pytest.raises(ValueError, match=sentence) as error:
-        ja.remedied(made, *chosen)
+        ja.remedied(instance, *chosen_remedies)
     assert "\n" not in str(error.value)
     assert not str(error.value).endswith(".")
 
 
-def test_adams_count_alone_begins_anew():
-    """A transformation behind Adam that counts updates, too, goes on counting."""
+def test_only_adams_count_is_reset():
+    """A transformation behind Adam that also counts updates continues to count."""
     schedule = optax.scale_by_schedule(lambda count: 1.0 / (1 + count))
-    learner = ja.remedied(updated_by(optax.chain(optax.scale_by_adam(), schedule)), remedies.adam_rel())
+    learner = ja.remedied(learner_with_transform(optax.chain(optax.scale_by_adam(), schedule)), remedies.adam_rel())
     state = learner.init(jax.random.key(0), learner.data)
     for step in range(3):
         state, _ = learner.step(state, jax.random.key(step), Taps(step, 3, data=learner.data))
@@ -502,8 +524,8 @@ def test_adams_count_alone_begins_anew():
     assert (adam.count, scheduled.count) == (1, 3)
 
 
-def test_a_channel_tells_in_what_share_of_its_applications_a_remedy_acted():
-    """Of one optimizer in a loop of four minibatches, and of another that is used outside of it."""
+def test_a_channel_reports_the_share_of_applications_in_which_a_remedy_acted():
+    """One optimizer is used in a loop of four minibatches, and another outside of it."""
     inner, outer = ja.Optimizer(ja.Adam(), label="inner"), ja.Optimizer(ja.Adam(), label="outer")
 
     def step(state, key, taps):
@@ -511,47 +533,47 @@ def test_a_channel_tells_in_what_share_of_its_applications_a_remedy_acted():
             bad = jnp.where(number < taps.step, jnp.nan, 1.0)
             return inner.update(*carry, jnp.ones(3).at[1].set(bad), taps)[:2], None
 
-        one, _ = taps.scan(turn, state[0], jnp.arange(4))
-        other = outer.update(*state[1], jnp.ones(3), taps)[:2]
-        return (one, other), {"performance": jnp.sum(one[0])}
+        inner_state, _ = taps.scan(turn, state[0], jnp.arange(4))
+        outer_state = outer.update(*state[1], jnp.ones(3), taps)[:2]
+        return (inner_state, outer_state), {"performance": jnp.sum(inner_state[0])}
 
     def begin(key):
         return tuple((jnp.ones(3), optimizer.init(jnp.ones(3))) for optimizer in (inner, outer))
 
     learner = ja.remedied(ja.Learner(begin, step), remedies.nonfinite_skip(), remedies.zclip())
-    found = ja.audit(learner, [ja.lr_spike(3.0, onset=0, duration="end")], seeds=2, steps=5).telemetry
+    telemetry = ja.audit(learner, [ja.lr_spike(3.0, onset=0, duration="end")], seeds=2, steps=5).telemetry
     for condition in range(2):
-        acted = found["acted_nonfinite_skip"].values[:, condition]
+        acted = telemetry["acted_nonfinite_skip"].values[:, condition]
         np.testing.assert_allclose(acted, np.tile([0.0, 0.2, 0.4, 0.6, 0.8], (2, 1)), rtol=1e-6)
-        assert (found["acted_zclip"].values[:, condition] == 0).all()
-    assert found["acted_zclip"].attrs["monitored"] == 0
+        assert (telemetry["acted_zclip"].values[:, condition] == 0).all()
+    assert telemetry["acted_zclip"].attrs["monitored"] == 0
 
 
-def test_nested_remedies_are_counted_each_by_itself():
+def test_nested_remedies_have_separate_channels():
     rate = remedies.learning_rate_scale(0.5)
-    inner_first = ja.remedied(ja.remedied(small(), remedies.nonfinite_skip()), rate)
-    found = ja.audit(inner_first, [], seeds=1, steps=2).telemetry
-    assert (found["acted_learning_rate_scale"].values == 1).all()
-    assert (found["acted_nonfinite_skip"].values == 0).all()
+    inner_first = ja.remedied(ja.remedied(small_learner(), remedies.nonfinite_skip()), rate)
+    telemetry = ja.audit(inner_first, [], seeds=1, steps=2).telemetry
+    assert (telemetry["acted_learning_rate_scale"].values == 1).all()
+    assert (telemetry["acted_nonfinite_skip"].values == 0).all()
 
 
-def test_the_share_of_a_lane_counts_from_its_onset_on():
-    """Resets after steps 1, 3, 5 and 7 of ten: two of the six steps from step 4 on, or one of four from step 6 on."""
-    learner = ja.remedied(small(), remedies.periodic_reset())
+def test_a_lanes_share_counts_from_its_onset():
+    """Resets follow steps 1, 3, 5 and 7 of ten: two of the six steps from step 4, or one of the four from step 6."""
+    learner = ja.remedied(small_learner(), remedies.periodic_reset())
     for onset, share in ((4, 2 / 6), (5, 2 / 5), (6, 1 / 4)):
         lanes = ja.audit(learner, [ja.lr_spike(1.5, onset=onset, duration="end")], seeds=1, steps=STEPS).lanes
         np.testing.assert_allclose(lanes["acted_periodic_reset"], share)
 
 
-def test_a_remedy_whose_actions_cannot_be_counted_has_no_channel():
-    learner = ja.remedied(learner_of(plain_loop), DOUBLED(3.0))
-    assert "acted_doubled" not in ja.audit(learner, [], seeds=1, steps=2).telemetry
+def test_a_remedy_that_cannot_be_counted_has_no_channel():
+    learner = ja.remedied(learner_of(tap_in_plain_loop), MULTIPLIED(3.0))
+    assert "acted_multiplied" not in ja.audit(learner, [], seeds=1, steps=2).telemetry
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_two_remedies_that_change_one_setting_are_refused(nested):
-    def make(*chosen):
-        return ja.remedied(small(), *chosen)
+def test_two_remedies_that_change_the_same_setting_are_refused(nested):
+    def make(*chosen_remedies):
+        return ja.remedied(small_learner(), *chosen_remedies)
 
     layers = remedies.setting(strength=1.0)
     first, second = layers(_more_entropy), layers(_less_entropy)
@@ -565,11 +587,11 @@ def test_two_remedies_that_change_one_setting_are_refused(nested):
             registry.remedies._entries.pop(name)
 
 
-def test_a_remedy_that_acts_and_changes_a_setting_is_one_remedy():
-    plain = small(entropy_coefficient=0.0)
-    one = ja.remedied(plain, remedies.adaptive_entropy())
-    assert remedy_names(one) == ("adaptive_entropy",)
-    assert remedy_names(ja.remedied(one, remedies.zclip())) == ("zclip", "adaptive_entropy")
+def test_a_remedy_that_acts_and_changes_a_setting_counts_once():
+    plain = small_learner(entropy_coefficient=0.0)
+    remedied = ja.remedied(plain, remedies.adaptive_entropy())
+    assert remedy_names(remedied) == ("adaptive_entropy",)
+    assert remedy_names(ja.remedied(remedied, remedies.zclip())) == ("zclip", "adaptive_entropy")
 
 
 def _more_entropy(settings, strength):
@@ -580,25 +602,25 @@ def _less_entropy(settings, strength):
     return {"entropy_coefficient": 0.25}
 
 
-def test_a_stateless_remedy_acts_in_a_plain_loop():
-    result = ja.audit(ja.remedied(learner_of(plain_loop), DOUBLED(3.0)), [], seeds=1, steps=2)
+def test_a_stateless_remedy_may_act_in_a_plain_loop():
+    result = ja.audit(ja.remedied(learner_of(tap_in_plain_loop), MULTIPLIED(3.0)), [], seeds=1, steps=2)
     assert (result.telemetry["performance"].values == 9).all()
 
 
 @pytest.mark.parametrize("strength", [-0.1, math.nan, True, "much"])
-def test_a_strength_that_means_nothing_is_refused(strength):
+def test_invalid_strengths_are_refused(strength):
     with pytest.raises(ValueError, match="zclip"):
         remedies.zclip(strength)
 
 
-def test_a_strength_may_be_a_number_of_numpy_and_a_switch_is_whole():
+def test_a_strength_may_be_a_numpy_number_and_a_switch_is_whole():
     assert remedies.zclip(np.float32(1.5)).strength == 1.5
     with pytest.raises(ValueError, match="must be a whole number"):
         remedies.nonfinite_skip(0.5)
     assert replace(remedies.zclip(), strength=3).strength == 3.0
 
 
-def test_a_setting_that_a_learner_does_not_have_is_refused_with_the_nearest_one():
+def test_an_unknown_setting_is_refused_with_a_suggestion():
     with pytest.raises(
         ValueError, match=r"unknown setting of learner 'ppo' 'num_env' .did you mean 'num_envs'.*; allowed: "
     ):

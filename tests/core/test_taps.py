@@ -1,4 +1,4 @@
-"""Where a tap may stand: what runs a body again, or on several values, needs taps of its own, or is refused."""
+"""Where a learner may call its taps. Loops and vmaps need taps of their own, or the tap is refused."""
 
 import functools
 from dataclasses import replace
@@ -23,7 +23,7 @@ def learner_of(step):
     return ja.Learner(lambda key: jnp.zeros(3), lambda x, key, taps: (x, {"performance": step(x, taps)}))
 
 
-def audited(step, perturbation):
+def performance_of(step, perturbation):
     return ja.audit(learner_of(step), [perturbation], seeds=2, steps=STEPS).telemetry["performance"].values
 
 
@@ -66,19 +66,19 @@ LOOPS = {
 }
 
 
-def name_of(given):
-    return given.__name__ if callable(given) else None
+def name_of(value):
+    return value.__name__ if callable(value) else None
 
 
 @pytest.mark.parametrize("stateful", [False, True], ids=["stateless", "stateful"])
 @pytest.mark.parametrize(("step", "sentence"), LOOPS.items(), ids=name_of)
-def test_a_tap_from_outside_is_refused_where_its_noise_would_repeat(step, sentence, stateful):
+def test_an_outer_tap_is_refused_where_its_noise_would_repeat(step, sentence, stateful):
     with pytest.raises(ValueError, match=rf"perturbation '\w+' cannot act at 'reward', .* {sentence}"):
-        audited(step, kept() if stateful else ja.reward_noise(1.0, onset=1))
+        performance_of(step, stateful_noise() if stateful else ja.reward_noise(1.0, onset=1))
 
 
-def kept():
-    """A perturbation that keeps state, and needs nothing of the tap."""
+def stateful_noise():
+    """A perturbation that keeps state."""
     return ja.Kind("kept", "signal", "reward", _kept, 1.0, init=_nothing)(onset=1, duration=2)
 
 
@@ -91,11 +91,11 @@ def _kept(key, value, magnitude, state):
 
 
 @pytest.mark.parametrize("step", LOOPS, ids=name_of)
-def test_a_learner_that_is_not_disturbed_there_may_tap_anywhere(step):
+def test_an_unperturbed_site_may_be_tapped_anywhere(step):
     def with_params(x, taps):
         return step(x, taps) + taps("params", x).sum()
 
-    assert audited(with_params, ja.weight_noise(1.0, onset=1)).shape == (2, 2, STEPS)
+    assert performance_of(with_params, ja.weight_noise(1.0, onset=1)).shape == (2, 2, STEPS)
 
 
 def in_grad(x, taps):
@@ -114,55 +114,55 @@ ONCE = (in_grad, in_value_and_grad_of_remat, in_cond)
 
 
 @pytest.mark.parametrize("step", ONCE, ids=name_of)
-def test_a_derivative_and_a_branch_are_passed_by_what_keeps_no_state(step):
-    disturbed = audited(step, ja.reward_noise(1.0, onset=1))
-    plain = audited(lambda x, taps: taps("reward", x).sum(), ja.reward_noise(1.0, onset=1))
+def test_stateless_perturbations_may_act_in_derivatives_and_branches(step):
+    disturbed = performance_of(step, ja.reward_noise(1.0, onset=1))
+    plain = performance_of(lambda x, taps: taps("reward", x).sum(), ja.reward_noise(1.0, onset=1))
     np.testing.assert_allclose(disturbed, plain, rtol=1e-6)
     assert np.unique(disturbed[:, 1, 1:]).size == 2 * (STEPS - 1)
 
 
 @pytest.mark.parametrize("step", ONCE, ids=name_of)
-def test_a_derivative_and_a_branch_are_refused_to_what_keeps_state(step):
+def test_stateful_perturbations_are_refused_in_derivatives_and_branches(step):
     with pytest.raises(ValueError, match=r"'kept' keeps state, and the learner taps 'reward' inside (grad|remat|cond)"):
-        audited(step, kept())
+        performance_of(step, stateful_noise())
 
 
-def test_taps_of_a_loop_and_a_branch_belong_there():
+def test_inner_taps_of_scan_and_cond_are_allowed():
     def step(x, taps):
         def turn(taps, total, _):
             total, _ = taps.cond(total >= -1e9, lambda taps, c: (c + taps("reward", x).sum(), None), total)
             return total, taps("reward", x).sum()
 
-        total, each = taps.scan(turn, jnp.float32(0), length=3)
-        return total + each.sum()
+        total, values = taps.scan(turn, jnp.float32(0), length=3)
+        return total + values.sum()
 
-    disturbed = audited(step, ja.reward_noise(1.0, onset=1))
+    disturbed = performance_of(step, ja.reward_noise(1.0, onset=1))
     assert np.unique(disturbed[:, 1, 1:]).size == 2 * (STEPS - 1)
     learner = ja.Learner(lambda key: jnp.zeros(3), lambda x, key, taps: (x, {"performance": step(x, taps)}))
-    plan(learner, [kept()], seeds=1, steps=STEPS)
+    plan(learner, [stateful_noise()], seeds=1, steps=STEPS)
 
 
-def test_taps_of_a_loop_of_so_many_turns_belong_there():
+def test_inner_taps_of_repeat_are_allowed():
     def step(x, taps):
-        times = jnp.where(x[0] < 0, 7, 2).astype(jnp.int32)  # known only when it runs
-        total = taps.repeat(lambda taps, c, number: c + taps("reward", x + 0 * number).sum(), jnp.float32(0), times)
+        turns = jnp.where(x[0] < 0, 7, 2).astype(jnp.int32)  # known only at run time
+        total = taps.repeat(lambda taps, c, number: c + taps("reward", x + 0 * number).sum(), jnp.float32(0), turns)
         return total + taps("reward", x).sum()
 
-    disturbed = audited(step, ja.reward_noise(1.0, onset=1))
+    disturbed = performance_of(step, ja.reward_noise(1.0, onset=1))
     assert np.unique(disturbed[:, 1, 1:]).size == 2 * (STEPS - 1)
 
     def differing(x, taps):
-        draws = taps.repeat(
+        samples = taps.repeat(
             lambda taps, c, number: c.at[number].set(taps("reward", x[0])), jnp.zeros(3), jnp.sum(x == 0)
         )
-        return jnp.std(draws)
+        return jnp.std(samples)
 
-    assert (audited(differing, ja.reward_noise(1.0, onset=1))[:, 1, 1:] > 0).all(), "each turn draws its own"
+    assert (performance_of(differing, ja.reward_noise(1.0, onset=1))[:, 1, 1:] > 0).all(), "turns have equal noise"
     learner = ja.Learner(lambda key: jnp.zeros(3), lambda x, key, taps: (x, {"performance": step(x, taps)}))
-    plan(learner, [kept()], seeds=1, steps=STEPS)
+    plan(learner, [stateful_noise()], seeds=1, steps=STEPS)
 
 
-def test_a_loop_leaves_off_unless_a_state_counts_its_turns():
+def test_a_loop_stops_early_unless_a_state_counts_its_turns():
     def step(x, taps):
         def turn(taps, carry, number):
             return number + 1, carry[1] + taps("reward", x).sum()
@@ -170,47 +170,47 @@ def test_a_loop_leaves_off_unless_a_state_counts_its_turns():
         turns, total = taps.repeat(turn, (jnp.int32(0), jnp.float32(0)), 7, until=lambda carry: carry[0] >= 3)
         return turns + 0 * total
 
-    assert (audited(step, ja.reward_noise(1.0, onset=1)) == 3).all()
-    with_state = audited(step, kept())
-    assert (with_state[..., 0] == 3).all(), "nothing keeps state before the fork"
+    assert (performance_of(step, ja.reward_noise(1.0, onset=1)) == 3).all()
+    with_state = performance_of(step, stateful_noise())
+    assert (with_state[..., 0] == 3).all(), "the baseline has no stateful perturbation"
     assert (with_state[..., 1:] == 7).all()
 
 
 @pytest.mark.parametrize("window", [(0, 0, 1, 0), (2, 5, 20, 3), (1, 12, 4, 2), (3, 12, 3, 3), (0, 12, 5, 1)], ids=str)
-def test_idle_counts_the_steps_since_a_window_was_last_open(window):
+def test_idle_counts_the_steps_since_a_window_was_open(window):
     start, stop, period, length = window
     windows = Windows(*(jnp.int32(part) for part in window))
-    latest = None
+    last_open = None
     for step in range(15):
         if start <= step < stop and (step - start) % period < length:
-            latest = step
-        expected = NEVER if latest is None else step - latest
+            last_open = step
+        expected = NEVER if last_open is None else step - last_open
         assert int(windows.idle(jnp.int32(step))) == expected
         assert bool(windows.open(jnp.int32(step))) == (expected == 0)
 
 
 def in_taps_scan(x, taps):
-    return taps.scan(lambda here, total, _: (total + here("reward", x).sum(), None), 0.0, length=3)[0]
+    return taps.scan(lambda inner_taps, total, _: (total + inner_taps("reward", x).sum(), None), 0.0, length=3)[0]
 
 
-def in_order(key, value, magnitude, state):
+def sort_values(key, value, magnitude, state):
     return jnp.sort(value), state
 
 
-SORTED = ja.Kind("sorted", "signal", "reward", in_order, 1.0)
+SORTED = ja.Kind("sorted", "signal", "reward", sort_values, 1.0)
 
 
 @pytest.mark.parametrize(
     ("step", "perturbation", "selects"),
     [
         (in_taps_scan, ja.reward_noise(1.0, onset=1, duration=2), True),
-        (in_taps_scan, kept(), True),
+        (in_taps_scan, stateful_noise(), True),
         (in_taps_scan, SORTED(onset=1, duration=2), False),
         (lambda x, taps: taps("reward", x).sum(), ja.reward_noise(1.0, onset=1, duration=2), False),
     ],
     ids=["noise", "stateful", "sorted", "outside of loops"],
 )
-def test_on_gpus_loops_select_what_is_computed_entry_by_entry(step, perturbation, selects, monkeypatch):
+def test_on_gpus_loops_select_elementwise_perturbations(step, perturbation, selects, monkeypatch):
     """A branch in a loop makes a GPU wait for its host in every turn."""
 
     def branches():
@@ -218,13 +218,13 @@ def test_on_gpus_loops_select_what_is_computed_entry_by_entry(step, perturbation
         traced = jax.make_jaxpr(functools.partial(run, grid.program))(inputs(grid))
         return sum(equation.primitive.name == "cond" for equation in equations(traced.jaxpr))
 
-    told, before = audited(step, perturbation), branches()
+    performance, before = performance_of(step, perturbation), branches()
     monkeypatch.setattr(Program, "on_gpus", True)
-    np.testing.assert_array_equal(audited(step, perturbation), told)
+    np.testing.assert_array_equal(performance_of(step, perturbation), performance)
     assert branches() == before - selects
 
 
-def test_gpus_are_told_by_a_programs_devices():
+def test_a_program_recognizes_gpus_by_its_devices():
     grid = plan(learner_of(in_taps_scan), [], seeds=2, steps=STEPS)
     assert not grid.program.on_gpus
     assert replace(grid.program, devices=(SimpleNamespace(platform="gpu"),)).on_gpus

@@ -1,4 +1,4 @@
-"""Kinds of task: one written here, told to specs and learners by its registration alone; and this package's."""
+"""Task kinds: one that is defined here and made known by its registration, and those of the package."""
 
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 import quadratic  # noqa: F401  registers the learner
-from probes import Probe
+from probe_tasks import ProbeTask
 
 import jaxaudit as ja
 from jaxaudit.cli import printing as listing
@@ -33,7 +33,7 @@ kind = "{learner}"
 
 @dataclass(frozen=True)
 class Maze:
-    """Mazes drawn in text files."""
+    """Mazes that are drawn in text files."""
 
     kind: ClassVar[str] = "maze"
     gives: ClassVar[str] = "environment"
@@ -47,7 +47,7 @@ class Maze:
             raise ValueError(f"slippery must lie in [0, 1), not {self.slippery}")
 
     def make(self):
-        env = Probe(lambda action: action, True)
+        env = ProbeTask(lambda action: action, True)
         env.max_episode_steps = 8
         return env
 
@@ -72,7 +72,7 @@ def spec_of(task, learner="quadratic"):
 
 
 @pytest.mark.usefixtures("maze")
-def test_one_class_and_one_registration_are_a_kind(tmp_path, monkeypatch):
+def test_one_registered_class_defines_a_kind(tmp_path, monkeypatch):
     spec = spec_of('kind = "maze"; name = "smallest"; doors = [1, 2]')
     assert spec.task == Maze("smallest", doors=(1, 2))
     assert '[task]\nkind = "maze"\nname = "smallest"\nslippery = 0.0\ndoors = [\n    1,\n    2,\n]\n' in spec.to_toml()
@@ -94,7 +94,7 @@ def test_one_class_and_one_registration_are_a_kind(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("maze")
-def test_what_exists_is_an_absolute_path_and_words_are_words(tmp_path, monkeypatch):
+def test_existing_paths_become_absolute_and_words_stay_words(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("smallest", "a.txt", "bytes"):
         Path(name).touch()
@@ -124,12 +124,12 @@ def test_what_exists_is_an_absolute_path_and_words_are_words(tmp_path, monkeypat
         ("td3", Registered("CartPole-v1"), "needs continuous actions; task 'CartPole-v1' has 2 discrete ones"),
     ],
 )
-def test_a_learner_says_what_it_needs(learner, task, sentence):
+def test_a_learner_states_which_tasks_it_needs(learner, task, sentence):
     with pytest.raises(ValueError, match=f"^learner '{learner}' {sentence}$"):
         getattr(ja.learners, learner)(task)
 
 
-def test_a_name_says_of_which_kind_it_is():
+def test_a_name_implies_its_kind():
     assert named("CartPole-v1") == Registered("CartPole-v1")
     assert named("brax:ant", "spring") == BraxTask("ant", "spring") == BraxTask("brax:ant", "spring")
     assert named("mujoco:Ant-v5", "mjx") == Mujoco("Ant-v5", "mjx")
@@ -137,7 +137,7 @@ def test_a_name_says_of_which_kind_it_is():
         named("text:python-stdlib")
 
 
-def test_what_is_registered_goes_by_a_neutral_kind_and_by_that_of_mujoco():
+def test_registered_tasks_are_available_as_registered_and_as_mujoco():
     for kind in ("registered", "mujoco"):
         spec = spec_of(f'kind = "{kind}"; name = "CartPole-v1"', "ppo")
         assert spec.task.kind == kind
@@ -157,7 +157,7 @@ def test_every_kind_is_listed_under_its_name():
     assert lines.index("  Ant-v5") > next(i for i, line in enumerate(lines) if line.startswith("mujoco  "))
 
 
-def test_other_packages_add_kinds_through_a_group_whose_name_is_allowed(monkeypatch):
+def test_other_packages_add_kinds_through_an_entry_point_group(monkeypatch):
     points = [EntryPoint("maze", f"{__name__}:Maze", "jaxaudit.task_kinds")]
     monkeypatch.setattr(registry, "entry_points", lambda group: [p for p in points if p.group == group])
     assert list(Registry("task kind")) == ["maze"]
@@ -171,9 +171,9 @@ def test_an_entry_point_may_be_a_module_that_registers_its_entry(monkeypatch, tm
     monkeypatch.syspath_prepend(str(tmp_path))
     point = EntryPoint("maze-v7", "plugin_of_tests", "jaxaudit.tasks")
     monkeypatch.setattr(registry, "entry_points", lambda group: [point])
-    found = Registry("task")
-    monkeypatch.setattr(registry, "tasks", found)
-    assert found["maze-v7"] is print
-    other = Registry("task")
+    tasks = Registry("task")
+    monkeypatch.setattr(registry, "tasks", tasks)
+    assert tasks["maze-v7"] is print
+    second_registry = Registry("task")
     with pytest.raises(ValueError, match="is the module plugin_of_tests, which registers no task of that name"):
-        list(other)
+        list(second_registry)

@@ -1,8 +1,8 @@
-"""Learners that are made for no task: their specs have no [task]."""
+"""Learners that need no task: their specs have no table [task]."""
 
 import pytest
-import taskless  # noqa: F401  # registers it
-from log_files import refusal
+import taskless  # noqa: F401  # registers the learner
+from log_files import user_error
 
 from jaxaudit.cli.main import main
 from jaxaudit.spec.document import parse
@@ -25,7 +25,7 @@ onset = 10
 
 
 @pytest.mark.exhaustive
-def test_a_spec_needs_no_task_where_its_learner_takes_none(tmp_path, monkeypatch):
+def test_a_spec_without_task_is_valid_if_its_learner_needs_none(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxaudit.report.page.write_figures", lambda *_: None)
     spec = parse(SPEC)
     assert spec.task is None
@@ -38,10 +38,10 @@ def test_a_spec_needs_no_task_where_its_learner_takes_none(tmp_path, monkeypatch
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def test_a_task_that_is_missing_or_too_much_is_one_sentence():
+def test_a_missing_or_superfluous_task_is_refused_in_one_sentence():
     with_task = SPEC.replace("[learner]", '[task]\nkind = "registered"\nname = "CartPole-v1"\n[learner]')
-    assert refusal(lambda: parse(with_task)).endswith(
+    assert user_error(lambda: parse(with_task)).endswith(
         "the table [task] must be left out, because learner 'taskless' takes no task"
     )
-    other = SPEC.replace('kind = "taskless"\nsize = 2', 'kind = "ppo"')
-    assert refusal(lambda: parse(other)).endswith("the table [task] is missing, which learner 'ppo' needs")
+    without_task = SPEC.replace('kind = "taskless"\nsize = 2', 'kind = "ppo"')
+    assert user_error(lambda: parse(without_task)).endswith("the table [task] is missing, which learner 'ppo' needs")

@@ -1,11 +1,11 @@
-"""Makes the runs of tests/data/run-0.3.tar.gz: PPO with a saved monitor, once killed on its way; GRPO; SAC.
+"""Makes the runs of tests/data/run-0.3.tar.gz: PPO with a saved monitor, and once killed halfway; GRPO; SAC.
 
     python tests/data/run_0_3.py FOLDER             # makes FOLDER/{ppo,killed,grpo,sac}
     python tests/data/run_0_3.py FOLDER --archive   # packs them as tests/data/run-0.3.tar.gz
 
 The archive was made by version 0.3.0. Later versions have to read, report, resume, fork and replay these runs. Replay
 is bitwise where hardware and software agree with environment.json. To check that on another machine, run this script
-there with version 0.3.0, and replay its folders with the version in question.
+there with version 0.3.0, and replay its folders with the version under test.
 """
 
 from __future__ import annotations
@@ -125,8 +125,9 @@ def make(folder: Path) -> None:
     hop = ja.dialogues.Hop(entities=3, hops=2, difficulty=1.0, length=13)
     model = gpt2.GPT2(hop.vocabulary, hop.length, gpt2.SIZES["micro"])
     params = gpt2.init_params(model, jax.random.key(0))
-    short = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)  # the archive is smaller so
-    gpt2_checkpoint.save(folder / "gpt2", short, model)
+    # Rounding makes the archive smaller.
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
+    gpt2_checkpoint.save(folder / "gpt2", rounded, model)
     for name, text in SPECS.items():
         (folder / f"{name}.toml").write_text(text.format(name=name))
         command = [sys.executable, "-m", "jaxaudit", "run", f"{name}.toml", "-o", name]
@@ -137,7 +138,7 @@ def make(folder: Path) -> None:
 
 
 def kill_after_baseline(command: list[str], folder: Path) -> None:
-    """Starts a run in `folder`/killed, and kills it when the state of its onset is stored."""
+    """Starts a run in `folder`/killed, and kills it when the state at its onset is stored."""
     process = subprocess.Popen(command, cwd=folder)
     while not (folder / "killed" / "checkpoints" / "onset-00000004").exists():
         if process.poll() is not None:
@@ -152,11 +153,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--archive", action="store_true", help="pack the runs as tests/data/run-0.3.tar.gz, too")
-    asked = parser.parse_args()
-    make(asked.folder)
-    if asked.archive:
+    options = parser.parse_args()
+    make(options.folder)
+    if options.archive:
         with tarfile.open(Path(__file__).with_name("run-0.3.tar.gz"), "w:gz") as archive:
-            for path in sorted(asked.folder.iterdir()):
+            for path in sorted(options.folder.iterdir()):
                 archive.add(path, f"run-0.3/{path.name}")
 
 

@@ -1,4 +1,4 @@
-"""Gradient descent on a quadratic, of which theory says at which learning rate it diverges: 2 / curvature."""
+"""Gradient descent on a quadratic. It diverges if the learning rate is above 2 / curvature."""
 
 import jax
 import jax.numpy as jnp

@@ -1,12 +1,13 @@
-"""An iteration of a learner on dialogues once more: NumPy, float64, and nothing of the library.
+"""A reference for an iteration of the dialogue learners, in NumPy and float64, without any of the library's code.
 
-Given are the rows that were written, the uniform numbers they were drawn with, the order of the minibatches, and
-parameters. All else is worked out here, from the transformer to the parameters after an update, one named value after
-the other, so that whoever compares them finds the first that differs. There is no gradient: `slopes` are finite
-differences of the loss.
+Its inputs are the sampled rows, the uniform numbers they were sampled with, the order of the minibatches, and
+parameters. Everything else is computed here, from the transformer to the parameters after an update, as a series of
+named values, so that a comparison finds the first value that differs. Gradients are not computed: `directional_slopes`
+are finite differences of the loss.
 
-Parameters are flat, arrays by path: "h/attn/c_attn/kernel" `[depth, width, 3 width]`, "wte/embedding". Settings are
-anything with the attributes of `DialogueSettings`, as they act: where something disturbs one, it is the disturbed one.
+Parameters are flat, arrays by path: "h/attn/c_attn/kernel" `[depth, width, 3 width]`, "wte/embedding". Settings are any
+object with the attributes of `DialogueSettings`, with the values that apply: where a perturbation changes a setting,
+its changed value.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-OWN, PROMPT, TOOL = range(3)
+POLICY, PROMPT, TOOL = range(3)
 ALPHA = 16.0
-"""Adapters' change is multiplied with this over their rank."""
+"""The change by adapters is multiplied by this, and divided by their rank."""
 
 Params = dict[str, np.ndarray]
 
@@ -28,77 +29,85 @@ Params = dict[str, np.ndarray]
 
 
 def merge_adapters(params: Params, base: Params | None) -> Params:
-    """Parameters with adapters added to the base's kernels; without a base, as they are."""
+    """Returns parameters with the adapters added to the base's kernels, or unchanged without a base."""
     if base is None:
         return params
-    found = base | {path: value for path, value in params.items() if path.startswith("head/")}
+    merged = base | {path: value for path, value in params.items() if path.startswith("head/")}
     for path, a in params.items():
         if path.endswith("/a"):
             b = params[path.removesuffix("a") + "b"]
             kernel = path.removesuffix("a") + "kernel"
-            found[kernel] = base[kernel] + ALPHA / a.shape[-1] * a @ b
-    return found
+            merged[kernel] = base[kernel] + ALPHA / a.shape[-1] * a @ b
+    return merged
 
 
-def norm(x: np.ndarray, scale: np.ndarray, bias: np.ndarray) -> np.ndarray:
-    """Layer normalisation."""
+def layer_norm(x: np.ndarray, scale: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """Applies layer normalization."""
     return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * scale + bias
 
 
 def gelu(x: np.ndarray) -> np.ndarray:
-    """Its approximation by a hyperbolic tangent, as GPT-2 has it."""
+    """Applies GELU in its approximation by a hyperbolic tangent, as in GPT-2."""
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:
-    """Over the last axis."""
-    chances = np.exp(scores - scores.max(-1, keepdims=True))
-    return chances / chances.sum(-1, keepdims=True)
+    """Applies the softmax over the last axis."""
+    exponentials = np.exp(scores - scores.max(-1, keepdims=True))
+    return exponentials / exponentials.sum(-1, keepdims=True)
 
 
 def log_softmax(scores: np.ndarray) -> np.ndarray:
-    """Over the last axis."""
+    """Applies the log-softmax over the last axis."""
     scores = scores - scores.max(-1, keepdims=True)
     return scores - np.log(np.exp(scores).sum(-1, keepdims=True))
 
 
-def hidden(params: Params, rows: Written, heads: int) -> np.ndarray:
-    """The final hidden state at each slot, which has read the token there: `[N, T, width]`."""
+def hidden_states(params: Params, rows: TokenRows, heads: int) -> np.ndarray:
+    """Returns the final hidden state of each slot, which depends on the token of this slot: `[N, T, width]`."""
     count, slots = rows.tokens.shape
     x = params["wte/embedding"][rows.tokens] + params["wpe/embedding"][rows.position]
-    places = np.arange(slots)
-    seen = (places <= places[:, None]) & (places >= rows.first[:, :, None])  # [N, queries, keys]
+    positions = np.arange(slots)
+    visible = (positions <= positions[:, None]) & (positions >= rows.first[:, :, None])  # [N, queries, keys]
     depth = len(params["h/ln_1/scale"])
     for layer in range(depth):
-        of = {path.removeprefix("h/"): value[layer] for path, value in params.items() if path.startswith("h/")}
-        read = norm(x, of["ln_1/scale"], of["ln_1/bias"]) @ of["attn/c_attn/kernel"] + of["attn/c_attn/bias"]
-        query, key, value = (part.reshape(count, slots, heads, -1) for part in np.split(read, 3, axis=-1))
+        layer_params = {
+            path.removeprefix("h/"): value[layer] for path, value in params.items() if path.startswith("h/")
+        }
+        qkv = (
+            layer_norm(x, layer_params["ln_1/scale"], layer_params["ln_1/bias"]) @ layer_params["attn/c_attn/kernel"]
+            + layer_params["attn/c_attn/bias"]
+        )
+        query, key, value = (part.reshape(count, slots, heads, -1) for part in np.split(qkv, 3, axis=-1))
         scores = np.einsum("nqhd,nkhd->nhqk", query, key) / np.sqrt(query.shape[-1])
-        chances = softmax(np.where(seen[:, None], scores, -np.inf))
-        mixed = np.einsum("nhqk,nkhd->nqhd", chances, value).reshape(x.shape)
-        x = x + mixed @ of["attn/c_proj/kernel"] + of["attn/c_proj/bias"]
-        inner = norm(x, of["ln_2/scale"], of["ln_2/bias"]) @ of["mlp/c_fc/kernel"] + of["mlp/c_fc/bias"]
-        x = x + gelu(inner) @ of["mlp/c_proj/kernel"] + of["mlp/c_proj/bias"]
-    return norm(x, params["ln_f/scale"], params["ln_f/bias"])
+        attention = softmax(np.where(visible[:, None], scores, -np.inf))
+        mixed = np.einsum("nhqk,nkhd->nqhd", attention, value).reshape(x.shape)
+        x = x + mixed @ layer_params["attn/c_proj/kernel"] + layer_params["attn/c_proj/bias"]
+        mlp_hidden = (
+            layer_norm(x, layer_params["ln_2/scale"], layer_params["ln_2/bias"]) @ layer_params["mlp/c_fc/kernel"]
+            + layer_params["mlp/c_fc/bias"]
+        )
+        x = x + gelu(mlp_hidden) @ layer_params["mlp/c_proj/kernel"] + layer_params["mlp/c_proj/bias"]
+    return layer_norm(x, params["ln_f/scale"], params["ln_f/bias"])
 
 
-def logits(params: Params, rows: Written, heads: int) -> np.ndarray:
-    """Those that each slot's token is drawn by, from the slot before: `[N, T, V]`, zeros at the first slot."""
-    found = hidden(params, rows, heads)[:, :-1] @ params["wte/embedding"].T
-    return np.pad(found, ((0, 0), (1, 0), (0, 0)))
+def logits(params: Params, rows: TokenRows, heads: int) -> np.ndarray:
+    """Returns the logits that each slot's token is sampled by, `[N, T, V]`, with zeros at the first slot."""
+    outputs = hidden_states(params, rows, heads)[:, :-1] @ params["wte/embedding"].T
+    return np.pad(outputs, ((0, 0), (1, 0), (0, 0)))
 
 
-def scalars(params: Params, rows: Written, heads: int) -> np.ndarray:
-    """The head's value of each hidden state, `[N, T]`."""
-    return hidden(params, rows, heads) @ params["head/kernel"] + params["head/bias"]
+def head_values(params: Params, rows: TokenRows, heads: int) -> np.ndarray:
+    """Returns the head's value of each hidden state, `[N, T]`."""
+    return hidden_states(params, rows, heads) @ params["head/kernel"] + params["head/bias"]
 
 
 # Rows.
 
 
 @dataclass
-class Written:
-    """Rows as they were written, `[N, T]`; `truncated` and each of `rewards` `[N]`."""
+class TokenRows:
+    """Rows of tokens: arrays `[N, T]`, where `truncated` and each of `rewards` are `[N]`."""
 
     tokens: np.ndarray
     role: np.ndarray
@@ -108,40 +117,45 @@ class Written:
     rewards: dict[str, np.ndarray]
 
     @property
-    def own(self) -> np.ndarray:
+    def policy_mask(self) -> np.ndarray:
         """Whether the policy wrote a token."""
-        return self.role == OWN
+        return self.role == POLICY
 
-    def picked(self, index: np.ndarray) -> Written:
-        """The rows of an index."""
+    def select(self, index: np.ndarray) -> TokenRows:
+        """Returns the rows at an index."""
         arrays = {name: getattr(self, name)[index] for name in ("tokens", "role", "position", "first", "truncated")}
-        return Written(**arrays, rewards={name: reward[index] for name, reward in self.rewards.items()})
+        return TokenRows(**arrays, rewards={name: reward[index] for name, reward in self.rewards.items()})
 
 
-def of_token(logs: np.ndarray, rows: Written) -> np.ndarray:
-    """The entries `[N, T]` of the tokens written in `[N, T, V]`."""
+def gather_tokens(logs: np.ndarray, rows: TokenRows) -> np.ndarray:
+    """Returns the entries `[N, T]` of the rows' tokens in `[N, T, V]`."""
     return np.take_along_axis(logs, rows.tokens[..., None], -1)[..., 0]
 
 
 def entropy(logs: np.ndarray) -> np.ndarray:
-    """Of log-probabilities over the last axis."""
+    """Returns the entropy of log-probabilities over the last axis."""
     return -np.sum(np.exp(logs) * logs, -1)
 
 
-def scores(params: Params, rows: Written, heads: int) -> np.ndarray:
-    """A reward model's of each row, where its last own token is: `[N]`; 0 without any."""
-    read = scalars(params, rows, heads)
-    return np.array([read[n, np.flatnonzero(own)[-1]] if own.any() else 0.0 for n, own in enumerate(rows.own)])
+def reward_model_scores(params: Params, rows: TokenRows, heads: int) -> np.ndarray:
+    """Returns a reward model's score of each row at its last token of the policy, `[N]`, or 0 without such a token."""
+    values = head_values(params, rows, heads)
+    return np.array(
+        [
+            values[n, np.flatnonzero(policy_mask)[-1]] if policy_mask.any() else 0.0
+            for n, policy_mask in enumerate(rows.policy_mask)
+        ]
+    )
 
 
 @dataclass
-class Choice:
-    """How each own token was chosen, `[N, T]`.
+class TokenChoice:
+    """How each token of the policy was sampled, `[N, T]`.
 
     Attributes:
-      token: the one that its uniform number chooses.
-      cut: the probability that top-k and top-p took away.
-      margin: how far the number, or top-p's threshold, is from where the choice would be another.
+      token: The token that the uniform number selects.
+      cut: The probability mass that top-k and top-p removed.
+      margin: The distance of the number, or of top-p's threshold, from where another token would be selected.
     """
 
     token: np.ndarray
@@ -149,45 +163,46 @@ class Choice:
     margin: np.ndarray
 
 
-def sample_tokens(scores: np.ndarray, uniform: np.ndarray, top_k: int, top_p: float) -> Choice:
-    """Tokens chosen by logits `[N, T, V]` at the temperature and uniform numbers `[N, T]`."""
-    choice = Choice(*(np.zeros(uniform.shape, kind) for kind in (int, float, float)))
-    for place in np.ndindex(*uniform.shape):
-        chances, order = softmax(scores[place]), np.argsort(-scores[place])
-        left = order[:top_k] if top_k else order
-        mass = np.cumsum(chances[left[::-1]] / chances[left].sum())[::-1]  # of each with those less likely
-        staying = (mass > 1 - top_p) | (top_p >= 1)
-        staying[0] = True
+def sample_tokens(scores: np.ndarray, uniform: np.ndarray, top_k: int, top_p: float) -> TokenChoice:
+    """Samples tokens by logits `[N, T, V]` that are divided by the temperature, and uniform numbers `[N, T]`."""
+    choice = TokenChoice(*(np.zeros(uniform.shape, dtype) for dtype in (int, float, float)))
+    for position in np.ndindex(*uniform.shape):
+        probs, order = softmax(scores[position]), np.argsort(-scores[position])
+        candidates = order[:top_k] if top_k else order
+        # The mass of each candidate and those less likely.
+        mass = np.cumsum(probs[candidates[::-1]] / probs[candidates].sum())[::-1]
+        kept = (mass > 1 - top_p) | (top_p >= 1)
+        kept[0] = True
         threshold = np.abs(mass - (1 - top_p)).min()
-        staying = np.isin(np.arange(len(chances)), left[staying])
-        rising = np.cumsum(np.where(staying, chances, 0)) / chances[staying].sum()
-        choice.token[place] = np.argmax(rising > uniform[place])
-        choice.cut[place] = chances[~staying].sum()
-        choice.margin[place] = min(np.abs(rising - uniform[place]).min(), threshold)
+        kept = np.isin(np.arange(len(probs)), candidates[kept])
+        cumulative = np.cumsum(np.where(kept, probs, 0)) / probs[kept].sum()
+        choice.token[position] = np.argmax(cumulative > uniform[position])
+        choice.cut[position] = probs[~kept].sum()
+        choice.margin[position] = min(np.abs(cumulative - uniform[position]).min(), threshold)
     return choice
 
 
-# From rows to what is learned from.
+# From rows to the training data.
 
 
-def overlong(settings: Any, dialogue: Any, rows: Written) -> np.ndarray:
-    """The penalty on long rows, from 0 to -1, `[N]`: by all slots that were written after a row's own prompt."""
-    found = []
+def overlong_penalty(settings: Any, dialogue: Any, rows: TokenRows) -> np.ndarray:
+    """Returns the penalty on long rows, from 0 to -1, `[N]`. It counts all slots after the row's first prompt."""
+    penalties = []
     for role in rows.role:
         prompt = np.argmax(role != PROMPT)
         length, longest = np.sum(role[prompt:] <= TOOL), dialogue.length - prompt
         buffer = settings.overlong_buffer * longest
-        found.append(-np.clip((length - (longest - buffer)) / buffer, 0, 1))
-    return np.array(found)
+        penalties.append(-np.clip((length - (longest - buffer)) / buffer, 0, 1))
+    return np.array(penalties)
 
 
 def has_signal(scores: np.ndarray, kept: np.ndarray) -> bool:
-    """Whether the kept scores of a group are not all the same."""
+    """Returns whether the kept scores of a group differ."""
     return len(set(scores[kept])) > 1
 
 
-def choice_of_rows(settings: Any, reward: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The rows that are learned from, and whether each counts."""
+def select_rows(settings: Any, reward: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the index of the rows that are trained on, and whether each counts in the loss."""
     size = settings.group_size
     groups = [np.arange(begin, begin + size) for begin in range(0, len(reward), size)]
     signal = [has_signal(reward[group], kept[group]) for group in groups]
@@ -207,150 +222,166 @@ def choice_of_rows(settings: Any, reward: np.ndarray, kept: np.ndarray) -> tuple
     return np.array(index), np.array(counts)
 
 
-def divergence(estimator: str, new: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """Estimates of the divergence from a reference by the tokens written."""
+def kl_estimate(estimator: str, new: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """Returns estimates of the KL divergence from a reference, by the log-probabilities of the rows' tokens."""
     gap = reference - new
     return {"k1": -gap, "k2": gap**2 / 2, "k3": np.exp(gap) - 1 - gap}[estimator]
 
 
-def earned(settings: Any, score, own, penalty) -> np.ndarray:
-    """What each own token earns, `[N, T]`: minus its divergence, and the last one its row's score."""
-    found = np.where(own, -settings.kl_coefficient * penalty, 0.0)
-    for n, mine in enumerate(own):
-        found[n, np.flatnonzero(mine)[-1:]] += score[n]
-    return found
+def token_rewards(settings: Any, score, policy_mask, penalty) -> np.ndarray:
+    """Returns the rewards of the policy's tokens, `[N, T]`: minus the KL penalty, and at the end the row's score."""
+    rewards = np.where(policy_mask, -settings.kl_coefficient * penalty, 0.0)
+    for n, row_mask in enumerate(policy_mask):
+        rewards[n, np.flatnonzero(row_mask)[-1:]] += score[n]
+    return rewards
 
 
-def returns(reward: np.ndarray, own: np.ndarray, gamma: float) -> np.ndarray:
-    """What comes from each own token on, discounted for each own one in between: `[N, T]`."""
-    found = np.zeros(own.shape)
-    for n, mine in enumerate(own):
-        slots = np.flatnonzero(mine)
+def returns(reward: np.ndarray, policy_mask: np.ndarray, gamma: float) -> np.ndarray:
+    """Returns the discounted sum of rewards from each token of the policy on, `[N, T]`.
+
+    Only tokens of the policy discount.
+    """
+    discounted = np.zeros(policy_mask.shape)
+    for n, row_mask in enumerate(policy_mask):
+        slots = np.flatnonzero(row_mask)
         for i, slot in enumerate(slots):
-            found[n, slot] = np.sum(gamma ** np.arange(len(slots) - i) * reward[n, slots[i:]])
-    return found
+            discounted[n, slot] = np.sum(gamma ** np.arange(len(slots) - i) * reward[n, slots[i:]])
+    return discounted
 
 
-def by_critic(settings: Any, reward, own, value) -> tuple[np.ndarray, np.ndarray]:
-    """Advantages and the critic's targets, `[N, T]`: sums of temporal differences over each row's own tokens."""
-    errors = np.zeros(own.shape)
-    for n, mine in enumerate(own):
-        slots = np.flatnonzero(mine)
-        after = np.append(value[n, slots], 0.0)
-        errors[n, slots] = reward[n, slots] + settings.gamma * after[1:] - after[:-1]
-    advantage = returns(errors, own, settings.gamma * settings.gae_lambda)
-    target = returns(errors, own, settings.gamma * settings.critic_lambda)
-    return advantage, np.where(own, target + value, 0.0)
+def critic_advantages(settings: Any, reward, policy_mask, value) -> tuple[np.ndarray, np.ndarray]:
+    """Returns GAE's advantages and the critic's targets, `[N, T]`, over the policy's tokens of each row."""
+    errors = np.zeros(policy_mask.shape)
+    for n, row_mask in enumerate(policy_mask):
+        slots = np.flatnonzero(row_mask)
+        values = np.append(value[n, slots], 0.0)
+        errors[n, slots] = reward[n, slots] + settings.gamma * values[1:] - values[:-1]
+    advantage = returns(errors, policy_mask, settings.gamma * settings.gae_lambda)
+    target = returns(errors, policy_mask, settings.gamma * settings.critic_lambda)
+    return advantage, np.where(policy_mask, target + value, 0.0)
 
 
-def by_group(settings: Any, score: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """The advantage of each row, `[N]`, by the others of its group."""
-    found = np.zeros(len(score))
+def group_advantages(settings: Any, score: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """Returns the advantage of each row, `[N]`, relative to the others of its group."""
+    advantages = np.zeros(len(score))
     for begin in range(0, len(score), settings.group_size):
         members = begin + np.flatnonzero(kept[begin : begin + settings.group_size])
         x = score[members]
         if len(set(x)) < 2:
             continue
         if settings.advantage == "leave_one_out":
-            found[members] = [x[i] - np.delete(x, i).mean() for i in range(len(x))]
+            advantages[members] = [x[i] - np.delete(x, i).mean() for i in range(len(x))]
         else:
-            found[members] = (x - x.mean()) / (
+            advantages[members] = (x - x.mean()) / (
                 x.std(ddof=1) + settings.std_epsilon if settings.advantage == "group" else 1
             )
-    return found
+    return advantages
 
 
-def advantages(settings: Any, score, own, kept, value, penalty) -> tuple[np.ndarray, np.ndarray | None]:
-    """The advantage of each token and, with a critic, its targets, `[N, T]`."""
+def advantages(settings: Any, score, policy_mask, kept, value, penalty) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns the advantage of each token and, with a critic, its targets, `[N, T]`."""
     if settings.advantage == "gae":
-        advantage, target = by_critic(settings, earned(settings, score, own, penalty), own, value)
+        advantage, target = critic_advantages(
+            settings, token_rewards(settings, score, policy_mask, penalty), policy_mask, value
+        )
         if settings.whiten:
-            mean, variance = advantage[own].mean(), advantage[own].var(ddof=1)
-            advantage = np.where(own, (advantage - mean) / np.sqrt(variance + 1e-8), 0.0)
+            mean, variance = advantage[policy_mask].mean(), advantage[policy_mask].var(ddof=1)
+            advantage = np.where(policy_mask, (advantage - mean) / np.sqrt(variance + 1e-8), 0.0)
         return advantage, target
-    score = score - settings.kl_coefficient * np.sum(np.where(own, penalty, 0.0), -1)
-    return np.where(own, by_group(settings, score, kept)[:, None], 0.0), None
+    score = score - settings.kl_coefficient * np.sum(np.where(policy_mask, penalty, 0.0), -1)
+    return np.where(policy_mask, group_advantages(settings, score, kept)[:, None], 0.0), None
 
 
 @dataclass
 class Models:
-    """Flat parameters by use; `author` wrote the rows."""
+    """Flat parameters by use. The rows were sampled with `sampler`."""
 
     policy: Params
     reference: Params
-    author: Params
+    sampler: Params
     critic: Params | None = None
     reward_model: Params | None = None
     base: Params | None = None
 
     def __post_init__(self):
-        for name in ("policy", "reference", "author", "critic", "reward_model"):
+        for name in ("policy", "reference", "sampler", "critic", "reward_model"):
             if getattr(self, name) is not None:
                 setattr(self, name, merge_adapters(getattr(self, name), self.base))
 
 
 @dataclass
-class Disturbed:
-    """What is added on the way: to the sampler's log-probabilities `[N, T]`, and to the rewards `[N]`."""
+class Disturbances:
+    """What perturbations add to the sampler's log-probabilities `[N, T]` and to the rewards `[N]`."""
 
     log_probability: Any = 0.0
     reward: Any = 0.0
 
 
-def collected(
+def prepare_training_data(
     settings: Any,
     dialogue: Any,
     heads: int,
     models: Models,
-    rows: Written,
+    rows: TokenRows,
     uniform: np.ndarray,
-    disturbed: Disturbed,
-    deciding: np.ndarray | None = None,
+    disturbances: Disturbances,
+    selection_rewards: np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """What is learned from, by name, in the order in which it is made.
+    """Returns the training data by name, in the order of computation.
 
-    Rows are chosen by `deciding`, rewards that differ from the reference's in rounding, so that equal ones are equal in
-    the same way: two rows of one last chunk score the same.
+    Rows are selected by `selection_rewards`, the learner's rewards, which differ from the reference's only in rounding.
+    Equal rewards must be equal in both: two rows with the same last chunk have the same score.
 
-    Where there are no own tokens, what is found of tokens means nothing. Names that begin with "all " are of all rows
-    that were sampled.
+    Values of tokens mean nothing in rows without a token of the policy. Names that begin with "all " cover all sampled
+    rows.
     """
-    read = logits(models.author, rows, heads) / settings.temperature
-    logs = log_softmax(read)
-    sampled = np.where(rows.own, of_token(logs, rows), 0.0)
-    choice = sample_tokens(read, uniform, settings.top_k, settings.top_p)
-    found: dict[str, Any] = {
-        "all sampler's log-probability": sampled,
+    rollout_logits = logits(models.sampler, rows, heads) / settings.temperature
+    logs = log_softmax(rollout_logits)
+    rollout_log_prob = np.where(rows.policy_mask, gather_tokens(logs, rows), 0.0)
+    choice = sample_tokens(rollout_logits, uniform, settings.top_k, settings.top_p)
+    values: dict[str, Any] = {
+        "all sampler's log-probability": rollout_log_prob,
         "all sampler's entropy": entropy(logs),
         "all mass cut": choice.cut,
         "all certain": choice.margin > 1e-5,
-        "all token drawn": np.where(choice.margin > 1e-5, choice.token, rows.tokens),
+        "all sampled tokens": np.where(choice.margin > 1e-5, choice.token, rows.tokens),
     }
     gold = rows.rewards["gold"]
-    scored = gold if settings.reward == "gold" else scores(models.reward_model, rows, heads)
-    reward = scored + disturbed.reward
+    undisturbed_rewards = gold if settings.reward == "gold" else reward_model_scores(models.reward_model, rows, heads)
+    reward = undisturbed_rewards + disturbances.reward
     kept = ~rows.truncated if settings.mask_truncated else np.ones_like(rows.truncated)
-    found |= {"all scored": scored, "all reward": reward, "all kept": kept}
+    values |= {"all scores": undisturbed_rewards, "all reward": reward, "all kept": kept}
     score = reward
     if settings.overlong_buffer:
-        score = reward + settings.overlong_coefficient * overlong(settings, dialogue, rows)
-    index, kept = choice_of_rows(settings, reward if deciding is None else deciding, kept)
-    rows, score, sampled = rows.picked(index), score[index], (sampled + disturbed.log_probability)[index]
-    own = rows.own & kept[:, None]
-    found |= {"index": index, "tokens": rows.tokens, "first": rows.first, "score": score, "own": own}
-    now, then = (log_softmax(logits(x, rows, heads) / settings.temperature) for x in (models.policy, models.reference))
-    recomputed, reference = of_token(now, rows), of_token(then, rows)
-    found |= {"recomputed": recomputed, "entropy": entropy(now), "sampled": sampled, "reference": reference}
-    found["old"] = sampled if settings.old_log_probability == "sampled" else recomputed
-    found["value"] = None
+        score = reward + settings.overlong_coefficient * overlong_penalty(settings, dialogue, rows)
+    index, kept = select_rows(settings, reward if selection_rewards is None else selection_rewards, kept)
+    rows, score, rollout_log_prob = (
+        rows.select(index),
+        score[index],
+        (rollout_log_prob + disturbances.log_probability)[index],
+    )
+    policy_mask = rows.policy_mask & kept[:, None]
+    values |= {"index": index, "tokens": rows.tokens, "first": rows.first, "score": score, "policy_mask": policy_mask}
+    policy_log_probs, ref_log_probs = (
+        log_softmax(logits(x, rows, heads) / settings.temperature) for x in (models.policy, models.reference)
+    )
+    new_log_prob, ref_log_prob = gather_tokens(policy_log_probs, rows), gather_tokens(ref_log_probs, rows)
+    values |= {
+        "recomputed": new_log_prob,
+        "entropy": entropy(policy_log_probs),
+        "sampled": rollout_log_prob,
+        "reference": ref_log_prob,
+    }
+    values["old"] = rollout_log_prob if settings.old_log_probability == "sampled" else new_log_prob
+    values["value"] = None
     if models.critic is not None:
-        found["value"] = np.pad(scalars(models.critic, rows, heads)[:, :-1], ((0, 0), (1, 0)))
+        values["value"] = np.pad(head_values(models.critic, rows, heads)[:, :-1], ((0, 0), (1, 0)))
     if settings.objective == "policy":
         in_reward = settings.kl != "none" and settings.kl_in == "reward"
-        penalty = divergence(settings.kl, recomputed, reference) if in_reward else np.zeros(own.shape)
-        found["returns"] = returns(earned(settings, score, own, penalty), own, settings.gamma)
-        found["advantage"], found["target"] = advantages(settings, score, own, kept, found["value"], penalty)
-    return found | {"rows": rows, "reference logs": then}
+        penalty = kl_estimate(settings.kl, new_log_prob, ref_log_prob) if in_reward else np.zeros(policy_mask.shape)
+        values["returns"] = returns(token_rewards(settings, score, policy_mask, penalty), policy_mask, settings.gamma)
+        values["advantage"], values["target"] = advantages(settings, score, policy_mask, kept, values["value"], penalty)
+    return values | {"rows": rows, "reference logs": ref_log_probs}
 
 
 # The loss of a minibatch.
@@ -358,19 +389,19 @@ def collected(
 
 @dataclass
 class Minibatch:
-    """What a minibatch's loss knows of its rows.
+    """The data that a minibatch's loss depends on.
 
     Attributes:
-      rows: as written.
-      own: bool `[N, T]`, own tokens in rows that count.
-      share: own tokens of the iteration over the number of minibatches.
-      longest: the most own tokens that a row can have.
-      old, advantage, sampled, reference, value, target: `[N, T]`, where they are there.
+      rows: The rows.
+      policy_mask: The policy's tokens in rows that count, bool `[N, T]`.
+      share: The iteration's number of the policy's tokens, divided by the number of minibatches.
+      longest: The largest number of the policy's tokens in a row.
+      old, advantage, sampled, reference, value, target: `[N, T]`, or None if the objective does not use them.
       reference_logs: `[N, T, V]`.
     """
 
-    rows: Written
-    own: np.ndarray
+    rows: TokenRows
+    policy_mask: np.ndarray
     share: float
     longest: int
     old: Any
@@ -382,61 +413,61 @@ class Minibatch:
     reference_logs: Any
 
 
-def minibatch(settings: Any, dialogue: Any, found: dict[str, Any], index: np.ndarray) -> Minibatch:
-    """The rows of an index of what was `collected`."""
-    names = ("own", "old", "advantage", "sampled", "reference", "value", "target")
-    picked = {name: found[name][index] if found.get(name) is not None else None for name in names}
+def minibatch(settings: Any, dialogue: Any, data: dict[str, Any], index: np.ndarray) -> Minibatch:
+    """Selects the minibatch with the rows at an index from what `prepare_training_data` returned."""
+    names = ("policy_mask", "old", "advantage", "sampled", "reference", "value", "target")
+    selected = {name: data[name][index] if data.get(name) is not None else None for name in names}
     return Minibatch(
-        rows=found["rows"].picked(index),
-        share=found["own"].sum() / settings.minibatches,
+        rows=data["rows"].select(index),
+        share=data["policy_mask"].sum() / settings.minibatches,
         longest=dialogue.length - dialogue.prompt_length,
-        reference_logs=found["reference logs"][index],
-        **picked,
+        reference_logs=data["reference logs"][index],
+        **selected,
     )
 
 
 def surrogate(settings: Any, ratio: np.ndarray, advantage: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """PPO's, with dual clipping; and where its bounds hold."""
-    near = np.clip(ratio, 1 - settings.clip_low, 1 + settings.clip_high)
-    gain = np.minimum(ratio * advantage, near * advantage)
-    with np.errstate(invalid="ignore"):  # infinity times zero, where it does not count
-        gain = np.where(advantage < 0, np.maximum(gain, settings.dual_clip * advantage), gain)
-    return gain, {
+    """Returns PPO's objective with dual clipping, and where each bound is active."""
+    clipped = np.clip(ratio, 1 - settings.clip_low, 1 + settings.clip_high)
+    objective = np.minimum(ratio * advantage, clipped * advantage)
+    with np.errstate(invalid="ignore"):  # infinity times zero, at tokens outside the mask
+        objective = np.where(advantage < 0, np.maximum(objective, settings.dual_clip * advantage), objective)
+    return objective, {
         "clip_low": (advantage < 0) & (ratio < 1 - settings.clip_low),
         "clip_high": (advantage > 0) & (ratio > 1 + settings.clip_high),
         "clip_dual": (advantage < 0) & (ratio > settings.dual_clip),
     }
 
 
-def correction(settings: Any, log_weight: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """The weights of importance sampling from what sampled to what trains, `[N, T]`."""
-    log_weight = np.where(own, log_weight, 0.0)
+def importance_weights(settings: Any, log_weight: np.ndarray, policy_mask: np.ndarray) -> np.ndarray:
+    """Returns the importance weights from the sampler to the trainer, `[N, T]`."""
+    log_weight = np.where(policy_mask, log_weight, 0.0)
     total = log_weight.sum(-1, keepdims=True)
     by_level = {"token": log_weight, "sequence": total, "geometric": log_weight}
-    weight = np.broadcast_to(np.exp(by_level[settings.correction_level]), own.shape)
+    weight = np.broadcast_to(np.exp(by_level[settings.correction_level]), policy_mask.shape)
     if settings.correction == "tis":
         return np.minimum(weight, settings.tis_cap)
-    judged = weight
+    bounded_weight = weight
     if settings.correction_level == "geometric":
-        judged = np.exp(total / np.maximum(own.sum(-1, keepdims=True), 1))
-    return np.where((judged >= settings.mis_low) & (judged <= settings.mis_high), weight, 0.0)
+        bounded_weight = np.exp(total / np.maximum(policy_mask.sum(-1, keepdims=True), 1))
+    return np.where((bounded_weight >= settings.mis_low) & (bounded_weight <= settings.mis_high), weight, 0.0)
 
 
-def aggregated(settings: Any, x: np.ndarray, batch: Minibatch) -> float:
-    """Losses of tokens `[N, T]` as one number."""
-    own, rows = batch.own, max(batch.own.any(-1).sum(), 1)
-    x = np.where(own, x, 0.0)
+def aggregate_loss(settings: Any, x: np.ndarray, batch: Minibatch) -> float:
+    """Aggregates the losses of tokens `[N, T]` to one number."""
+    policy_mask, rows = batch.policy_mask, max(batch.policy_mask.any(-1).sum(), 1)
+    x = np.where(policy_mask, x, 0.0)
     if settings.aggregation == "token_minibatch":
-        return x.sum() / max(own.sum(), 1)
+        return x.sum() / max(policy_mask.sum(), 1)
     if settings.aggregation == "token_iteration":
         return x.sum() / max(batch.share, 1)
     if settings.aggregation == "constant":
         return x.sum() / (rows * batch.longest)
-    return np.sum(x.sum(-1) / np.maximum(own.sum(-1), 1)) / rows
+    return np.sum(x.sum(-1) / np.maximum(policy_mask.sum(-1), 1)) / rows
 
 
-Frozen = dict[str, np.ndarray]
-"""What the gradient takes for constants, of the point where it is taken."""
+Constants = dict[str, np.ndarray]
+"""The values that the gradient treats as constants, taken at the point of the gradient."""
 
 
 def losses(
@@ -445,118 +476,119 @@ def losses(
     policy: Params,
     critic: Params | None,
     batch: Minibatch,
-    frozen: Frozen | None = None,
-) -> tuple[dict[str, float], np.ndarray, Frozen]:
-    """What a minibatch's "loss" is made of, and at last itself, the log-ratios `[N, T]`, and what is `frozen` here.
+    frozen: Constants | None = None,
+) -> tuple[dict[str, float], np.ndarray, Constants]:
+    """Returns the terms of a minibatch's loss and the "loss" itself, the log-ratios `[N, T]`, and the constants.
 
-    `frozen` is that of the point whose gradient is asked for; of this one unless given.
+    `frozen` contains the constants of the point whose gradient is computed, which are this point's by default.
     """
-    own, rows = batch.own, batch.rows
+    policy_mask, rows = batch.policy_mask, batch.rows
     logs = log_softmax(logits(policy, rows, heads) / settings.temperature)
-    new = of_token(logs, rows)
+    new = gather_tokens(logs, rows)
     if settings.objective == "preference":
-        return preference(settings, new, batch), np.zeros(own.shape), {}
+        return preference_loss(settings, new, batch), np.zeros(policy_mask.shape), {}
 
     def mean(x: np.ndarray) -> float:
-        return np.where(own, x, 0.0).sum() / max(own.sum(), 1)
+        return np.where(policy_mask, x, 0.0).sum() / max(policy_mask.sum(), 1)
 
-    tokens = np.where(own, new - batch.old, 0.0)
+    tokens = np.where(policy_mask, new - batch.old, 0.0)
     frozen = {"log_ratio": tokens} if frozen is None else frozen
     log_ratio = tokens
     if settings.ratio == "sequence_sum":
-        log_ratio = np.broadcast_to(tokens.sum(-1, keepdims=True), own.shape)
+        log_ratio = np.broadcast_to(tokens.sum(-1, keepdims=True), policy_mask.shape)
     elif settings.ratio == "sequence_mean":
-        there = frozen["log_ratio"]
-        row = there.sum(-1, keepdims=True) / np.maximum(own.sum(-1, keepdims=True), 1)
-        log_ratio = np.where(own, row + tokens - there, 0.0)
+        frozen_log_ratio = frozen["log_ratio"]
+        row_mean = frozen_log_ratio.sum(-1, keepdims=True) / np.maximum(policy_mask.sum(-1, keepdims=True), 1)
+        log_ratio = np.where(policy_mask, row_mean + tokens - frozen_log_ratio, 0.0)
     ratio = np.exp(log_ratio)
-    gain, bounds = surrogate(settings, ratio, batch.advantage)
-    told: dict[str, float] = {name: mean(x) for name, x in bounds.items()}
-    told |= {"ratio_mean": mean(ratio), "old_kl": mean(divergence("k3", batch.old, new))}
+    objective, bounds = surrogate(settings, ratio, batch.advantage)
+    metrics: dict[str, float] = {name: mean(x) for name, x in bounds.items()}
+    metrics |= {"ratio_mean": mean(ratio), "old_kl": mean(kl_estimate("k3", batch.old, new))}
     if settings.correction != "none":
-        weight = correction(settings, batch.old - batch.sampled, own)
-        gain = gain * weight
-        told |= {"correction_mean": mean(weight), "correction_zero": mean(weight == 0)}
-    loss = told["surrogate_loss"] = -aggregated(settings, gain, batch)
+        weight = importance_weights(settings, batch.old - batch.sampled, policy_mask)
+        objective = objective * weight
+        metrics |= {"correction_mean": mean(weight), "correction_zero": mean(weight == 0)}
+    loss = metrics["surrogate_loss"] = -aggregate_loss(settings, objective, batch)
     if settings.kl != "none" and settings.kl_in == "loss":
         if settings.kl == "exact":
             estimate = np.sum(np.exp(logs) * (logs - batch.reference_logs), -1)
         else:
-            estimate = divergence(settings.kl, new, batch.reference)
+            estimate = kl_estimate(settings.kl, new, batch.reference)
             by_weight = {"none": 0.0 * tokens, "ratio": tokens, "stopped_ratio": frozen["log_ratio"]}
             estimate = estimate * np.exp(by_weight[settings.kl_weight])
-        told["kl_loss"] = aggregated(settings, estimate, batch)
-        loss = loss + settings.kl_coefficient * told["kl_loss"]
+        metrics["kl_loss"] = aggregate_loss(settings, estimate, batch)
+        loss = loss + settings.kl_coefficient * metrics["kl_loss"]
     if settings.entropy_coefficient:
-        told["entropy"] = mean(entropy(logs))
-        loss = loss - settings.entropy_coefficient * told["entropy"]
+        metrics["entropy"] = mean(entropy(logs))
+        loss = loss - settings.entropy_coefficient * metrics["entropy"]
     if critic is not None:
-        value = np.pad(scalars(critic, rows, heads)[:, :-1], ((0, 0), (1, 0)))
+        value = np.pad(head_values(critic, rows, heads)[:, :-1], ((0, 0), (1, 0)))
         errors = (value - batch.target) ** 2
-        told["value_clipped"] = 0.0
+        metrics["value_clipped"] = 0.0
         if settings.clip_value:
-            near = batch.value + np.clip(value - batch.value, -settings.value_clip, settings.value_clip)
-            told["value_clipped"] = mean((near - batch.target) ** 2 > errors)
-            errors = np.maximum(errors, (near - batch.target) ** 2)
-        told["value_loss"] = mean(errors) / 2
-        loss = loss + settings.value_coefficient * told["value_loss"]
-    return told | {"loss": loss}, log_ratio, frozen
+            clipped = batch.value + np.clip(value - batch.value, -settings.value_clip, settings.value_clip)
+            metrics["value_clipped"] = mean((clipped - batch.target) ** 2 > errors)
+            errors = np.maximum(errors, (clipped - batch.target) ** 2)
+        metrics["value_loss"] = mean(errors) / 2
+        loss = loss + settings.value_coefficient * metrics["value_loss"]
+    return metrics | {"loss": loss}, log_ratio, frozen
 
 
-def preference(settings: Any, new: np.ndarray, batch: Minibatch) -> dict[str, float]:
-    """DPO's loss and what it tells: means over the pairs that count."""
-    gains = settings.beta * np.sum(np.where(batch.own, new - batch.reference, 0.0), -1)
-    chosen, rejected = gains[::2], gains[1::2]
-    counts = batch.own.any(-1)[::2] & batch.own.any(-1)[1::2]
+def preference_loss(settings: Any, new: np.ndarray, batch: Minibatch) -> dict[str, float]:
+    """Returns DPO's loss and its metrics, as means over the pairs that count."""
+    rewards = settings.beta * np.sum(np.where(batch.policy_mask, new - batch.reference, 0.0), -1)
+    chosen, rejected = rewards[::2], rewards[1::2]
+    counts = batch.policy_mask.any(-1)[::2] & batch.policy_mask.any(-1)[1::2]
     margin = chosen - rejected
     smoothing = settings.label_smoothing
     loss = (1 - smoothing) * np.log1p(np.exp(-margin)) + smoothing * np.log1p(np.exp(margin))
-    named = {
+    metrics = {
         "chosen_reward": chosen,
         "rejected_reward": rejected,
         "margin": margin,
         "preference_accuracy": margin > 0,
         "loss": loss,
     }
-    return {name: np.where(counts, x, 0.0).sum() / max(counts.sum(), 1) for name, x in named.items()}
+    return {name: np.where(counts, x, 0.0).sum() / max(counts.sum(), 1) for name, x in metrics.items()}
 
 
 # Gradients and updates.
 
 
-def rate(settings: Any, peak: float, progress: float) -> float:
-    """What an update is multiplied with when so much of the run is over, from 0 to 1."""
+def learning_rate(settings: Any, peak: float, progress: float) -> float:
+    """Returns the learning rate at a progress of the run from 0 to 1."""
     warmup, final = settings.learning_rate_warmup, settings.learning_rate_final
     if progress < warmup:
         return peak * progress / warmup
-    passed = (progress - warmup) / (1 - warmup)
-    left = {"constant": 1.0, "linear": 1 - passed, "cosine": (1 + np.cos(np.pi * passed)) / 2}
+    decay_progress = (progress - warmup) / (1 - warmup)
+    remaining = {"constant": 1.0, "linear": 1 - decay_progress, "cosine": (1 + np.cos(np.pi * decay_progress)) / 2}
     final = 0.0 if settings.learning_rate_decay == "constant" else final
-    return peak * (final + (1 - final) * left[settings.learning_rate_decay])
+    return peak * (final + (1 - final) * remaining[settings.learning_rate_decay])
 
 
 @dataclass
 class Slope:
-    """A finite difference: where from, along what, how much."""
+    """A finite difference: the name of the parameters that vary, the direction, and the slope."""
 
     name: str
     direction: Params
     slope: float
 
 
-def slopes(
+def directional_slopes(
     loss: Callable[[Params], float],
     params: Params,
     random: np.random.Generator,
     everywhere: int = 16,
     step: float = 1e-6,
 ) -> Iterator[Slope]:
-    """Central differences of a loss in normal directions: so many through all parameters, and one through each leaf.
+    """Yields central differences of a loss in normal directions.
 
-    Of the former the mean square of what a gradient is off by is, expected, the square of the norm of its error.
+    There are `everywhere` directions through all parameters, and one through each leaf. For the former, the expected
+    squared error of a gradient's slope is the squared norm of the gradient's error.
     """
-    random_ones = [("everywhere", list(params))] * everywhere + [(path, [path]) for path in params]
-    for name, paths in random_ones:
+    directions = [("everywhere", list(params))] * everywhere + [(path, [path]) for path in params]
+    for name, paths in directions:
         direction = {path: random.normal(size=params[path].shape) for path in paths}
         up, down = (
             loss(params | {path: params[path] + sign * step * d for path, d in direction.items()}) for sign in (1, -1)
@@ -566,7 +598,7 @@ def slopes(
 
 @dataclass
 class Adam:
-    """Adam (Kingma and Ba, 2015), with decay of kernels and embeddings as AdamW has it, and a clipped gradient."""
+    """Adam (Kingma and Ba, 2015) with a clipped gradient, and AdamW's weight decay of kernels and embeddings."""
 
     beta1: float
     beta2: float
@@ -574,51 +606,51 @@ class Adam:
     weight_decay: float = 0.0
     max_norm: float = np.inf
 
-    def begun(self, params: Params) -> dict[str, Any]:
-        """The moments before the first update."""
+    def init(self, params: Params) -> dict[str, Any]:
+        """Returns the moments before the first update."""
         return {
             "count": 0,
             "mu": {k: 0.0 * x for k, x in params.items()},
             "nu": {k: 0.0 * x for k, x in params.items()},
         }
 
-    def updated(
-        self, params: Params, moments: dict[str, Any], gradient: Params, rate: float
+    def update(
+        self, params: Params, moments: dict[str, Any], gradient: Params, learning_rate: float
     ) -> tuple[Params, dict[str, Any], dict[str, float]]:
-        """Parameters and moments after an update, and what it tells."""
+        """Returns parameters and moments after an update, and its metrics."""
         length = np.sqrt(sum(np.sum(g**2) for g in gradient.values()))
-        told = {"gradient_norm": length, "clipped": float(length > self.max_norm), "learning_rate": rate}
+        metrics = {"gradient_norm": length, "clipped": float(length > self.max_norm), "learning_rate": learning_rate}
         gradient = {k: g * min(1.0, self.max_norm / max(length, 1e-12)) for k, g in gradient.items()}
         count = moments["count"] + 1
         mu = {k: self.beta1 * moments["mu"][k] + (1 - self.beta1) * g for k, g in gradient.items()}
         nu = {k: self.beta2 * moments["nu"][k] + (1 - self.beta2) * g**2 for k, g in gradient.items()}
         after = {}
         for path, x in params.items():
-            root = np.sqrt(nu[path] / (1 - self.beta2**count))
-            direction = mu[path] / (1 - self.beta1**count) / (root + self.epsilon)
+            denominator = np.sqrt(nu[path] / (1 - self.beta2**count))
+            direction = mu[path] / (1 - self.beta1**count) / (denominator + self.epsilon)
             decay = self.weight_decay if path.endswith(("/kernel", "/embedding")) else 0.0
-            after[path] = x - rate * (direction + decay * x)
-        return after, {"count": count, "mu": mu, "nu": nu}, told
+            after[path] = x - learning_rate * (direction + decay * x)
+        return after, {"count": count, "mu": mu, "nu": nu}, metrics
 
 
-# What comes before the first iteration.
+# The losses of what precedes the first iteration.
 
 
-def imitation(settings: Any, heads: int, policy: Params, shown: Written) -> float:
-    """The warm start's loss: minus the log-probability of a demonstration's own token."""
-    logs = log_softmax(logits(policy, shown, heads) / settings.temperature)
-    return -of_token(logs, shown)[shown.own].mean()
+def imitation_loss(settings: Any, heads: int, policy: Params, demonstrations: TokenRows) -> float:
+    """Returns the warm start's loss: minus the mean log-probability of the policy's tokens in demonstrations."""
+    logs = log_softmax(logits(policy, demonstrations, heads) / settings.temperature)
+    return -gather_tokens(logs, demonstrations)[demonstrations.policy_mask].mean()
 
 
-def judgement(heads: int, model: Params, one: Written, other: Written) -> float:
-    """The reward model's loss: the row that is seen as better is to score more."""
-    margins = scores(model, one, heads) - scores(model, other, heads)
-    better, worse = (x.rewards.get("seen", x.rewards["gold"]) for x in (one, other))
-    signs = np.sign(better - worse)
+def reward_model_loss(heads: int, model: Params, first: TokenRows, second: TokenRows) -> float:
+    """Returns the reward model's loss: the row that the visible reward prefers is to get a higher score."""
+    margins = reward_model_scores(model, first, heads) - reward_model_scores(model, second, heads)
+    first_score, second_score = (x.rewards.get("seen", x.rewards["gold"]) for x in (first, second))
+    signs = np.sign(first_score - second_score)
     return np.mean(np.where(signs == 0, 0.0, np.log1p(np.exp(-signs * margins))))
 
 
-def expectation(heads: int, critic: Params, rows: Written, returned: np.ndarray) -> float:
-    """Value pretraining's loss: half the squared error from what comes, each own token alike."""
-    value = np.pad(scalars(critic, rows, heads)[:, :-1], ((0, 0), (1, 0)))
-    return 0.5 * np.mean((value - returned)[rows.own] ** 2)
+def value_pretraining_loss(heads: int, critic: Params, rows: TokenRows, mc_returns: np.ndarray) -> float:
+    """Returns value pretraining's loss: half the mean squared error from the returns, over the policy's tokens."""
+    value = np.pad(head_values(critic, rows, heads)[:, :-1], ((0, 0), (1, 0)))
+    return 0.5 * np.mean((value - mc_returns)[rows.policy_mask] ** 2)

@@ -1,4 +1,4 @@
-"""Logs as other packages write them, in files of a test."""
+"""Log files as other packages write them, for tests that read logs."""
 
 import json
 import struct
@@ -17,19 +17,19 @@ from jaxaudit.monitoring.alignment import NamedAttempt
 from jaxaudit.runtime.errors import UserError
 
 
-def written(folder: Path, text: str | bytes, name: str = "a.csv") -> Path:
+def write_file(folder: Path, text: str | bytes, name: str = "a.csv") -> Path:
     path = folder / name
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
 
 
-def lines(*objects) -> str:
-    return "".join(json.dumps(entries) + "\n" for entries in objects)
+def json_lines(*objects) -> str:
+    return "".join(json.dumps(entry) + "\n" for entry in objects)
 
 
 @dataclass(frozen=True)
 class Table:
-    """The latest attempt of a log's only run, as a table: values `[T, d]`, NaN where there is none."""
+    """The latest attempt of a log's only run, as a table whose values `[T, d]` are NaN where the log has none."""
 
     log: Log
     channels: tuple[str, ...]
@@ -38,32 +38,32 @@ class Table:
     notes: tuple[str, ...]
 
 
-def read(path: Path, step: str | None = None) -> Table:
+def read_table(path: Path, step: str | None = None) -> Table:
     log = logs.read(path, step)
     (run,) = log.runs
     steps = run.latest.steps
     values = np.full((len(steps), len(log.channels)), np.nan)
-    for place, name in enumerate(log.channels):
-        if (one := run.latest.series.get(name)) is not None:
-            values[np.searchsorted(steps, one.steps), place] = one.values
+    for column, name in enumerate(log.channels):
+        if (series := run.latest.series.get(name)) is not None:
+            values[np.searchsorted(steps, series.steps), column] = series.values
     return Table(log, log.channels, steps, values, (*map(str, log.left_out), *log.notes))
 
 
-def log_of(folder: Path, text: str | bytes, name: str = "a.csv", step: str | None = None) -> Table:
-    return read(written(folder, text, name), step)
+def read_log_text(folder: Path, text: str | bytes, name: str = "a.csv", step: str | None = None) -> Table:
+    return read_table(write_file(folder, text, name), step)
 
 
-def refusal(act, *arguments) -> str:
-    """The one sentence of a UserError."""
+def user_error(function, *arguments) -> str:
+    """Asserts that a call raises a UserError with a message of one sentence, and returns this message."""
     with pytest.raises(UserError) as error:
-        act(*arguments)
+        function(*arguments)
     sentence = str(error.value)
     assert len(sentence.splitlines()) == 1
     return sentence
 
 
-def made(name: str, steps, **channels) -> NamedAttempt:
-    """A run whose channels have a value at every step."""
+def make_attempt(name: str, steps, **channels) -> NamedAttempt:
+    """Returns an attempt whose channels have a value at every step."""
     steps = np.asarray(steps, np.int64)
     series = {
         name: Series(steps, np.broadcast_to(np.asarray(values, np.float64), steps.shape))
@@ -72,18 +72,18 @@ def made(name: str, steps, **channels) -> NamedAttempt:
     return NamedAttempt(name, Attempt(int(steps[0]), series))
 
 
-def scalar(tag: str, value: float) -> summary_pb2.Summary.Value:
-    """As older writers have it, and torch's."""
+def simple_scalar(tag: str, value: float) -> summary_pb2.Summary.Value:
+    """Returns a scalar in the format of older TensorBoard writers and of torch."""
     return summary_pb2.Summary.Value(tag=tag, simple_value=value)
 
 
-def tensor(tag: str, value: np.ndarray) -> summary_pb2.Summary.Value:
-    """As TensorFlow 2 has it."""
+def tensor_scalar(tag: str, value: np.ndarray) -> summary_pb2.Summary.Value:
+    """Returns a scalar in the format of TensorFlow 2."""
     return summary_pb2.Summary.Value(tag=tag, tensor=tensor_util.make_tensor_proto(value))
 
 
-def record(payload: bytes) -> bytes:
-    """As TensorFlow's record files have it."""
+def tfrecord(payload: bytes) -> bytes:
+    """Returns a record of TensorFlow's record files."""
     length = struct.pack("<Q", len(payload))
     return b"".join(
         (length, struct.pack("<I", masked_crc32c(length)), payload, struct.pack("<I", masked_crc32c(payload)))
@@ -91,8 +91,8 @@ def record(payload: bytes) -> bytes:
 
 
 def write_events(folder: Path, steps, begin: float = 1000.0, name: str = "events.out.tfevents.1") -> Path:
-    """A file of (step, values), begun at a time."""
+    """Writes an event file of (step, values) pairs that was opened at the time `begin`."""
     events = [event_pb2.Event(wall_time=begin, file_version="brain.Event:2")]
     for step, values in steps:
         events.append(event_pb2.Event(step=step, wall_time=begin, summary=summary_pb2.Summary(value=values)))
-    return written(folder, b"".join(record(event.SerializeToString()) for event in events), name)
+    return write_file(folder, b"".join(tfrecord(event.SerializeToString()) for event in events), name)

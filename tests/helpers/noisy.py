@@ -1,4 +1,4 @@
-"""A learner with a known stability limit and noisy telemetry, for tests of monitors."""
+"""A learner with a known limit of stability and noisy telemetry, for tests of monitors."""
 
 import functools
 
@@ -14,7 +14,7 @@ SIZE = 8
 
 @functools.cache
 def noisy_descent(learning_rate: float = 0.1, momentum: float = 0.5):
-    """Stochastic gradient descent on |x|^2 / 2, from a random x; it diverges where the rate is above 3."""
+    """Stochastic gradient descent on |x|^2 / 2 from a random x. It diverges if the learning rate is above 3."""
     optimizer = Optimizer(optax.trace(decay=momentum), learning_rate, max_norm=100.0)
 
     def fresh(key):

@@ -1,4 +1,4 @@
-"""The quadratic learner, in slow motion, and with accidents: for tests of workers that are killed, and fail."""
+"""The quadratic learner with pauses and failures, for tests of workers that fail or are killed."""
 
 import functools
 import os
@@ -15,13 +15,20 @@ from quadratic import quadratic
 from jaxaudit import Learner
 from jaxaudit.runtime import registry
 
-FULL = "DISK_IS_FULL"
-"""Environment variable: set, it is full at `full_at`."""
+DISK_FULL_VARIABLE = "DISK_IS_FULL"
+"""The environment variable that enables `full_at`."""
 
 
 @dataclass(frozen=True)
 class PausedSettings:
-    """Seconds of every step; the step at which the process kills itself, raises, finds the disk full; -1: none."""
+    """The settings of `paused`. A step of -1 means never.
+
+    Attributes:
+      pause: The seconds that every step waits.
+      dies_at: The step at which the process kills itself.
+      fails_at: The step at which an exception is raised.
+      full_at: The step from which on files cannot grow, as if the disk were full.
+    """
 
     pause: float = 0.0
     dies_at: int = -1
@@ -32,17 +39,17 @@ class PausedSettings:
 
 @functools.cache
 def paused(task, **settings):
-    """`quadratic`, with a callback in every step."""
-    chosen = PausedSettings(**settings)
+    """Returns `quadratic` with a callback in every step."""
+    values = PausedSettings(**settings)
     inner = quadratic(task)
 
     def wait(step):
-        time.sleep(chosen.pause)
-        if int(step) == chosen.dies_at:
+        time.sleep(values.pause)
+        if int(step) == values.dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        if int(step) == chosen.fails_at:
-            raise RuntimeError("the accident of a test")
-        if int(step) == chosen.full_at and FULL in os.environ:
+        if int(step) == values.fails_at:
+            raise RuntimeError("a failure on purpose")
+        if int(step) == values.full_at and DISK_FULL_VARIABLE in os.environ:
             resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512))
         return np.float32(0)
 

@@ -1,4 +1,4 @@
-"""A learner that costs nothing: gradient descent on a quadratic, for tests of specs and commands."""
+"""A cheap learner for tests of specs and commands: gradient descent on a quadratic."""
 
 import functools
 from dataclasses import dataclass
@@ -27,16 +27,16 @@ class QuadraticSettings:
             raise ValueError(f"learning_rate must be positive, not {self.learning_rate}")
 
 
-@functools.cache  # equal learners share compiled programs, which is most of what these tests cost
+@functools.cache  # equal learners share compiled programs, which are most of these tests' cost
 def quadratic(task, **settings):
-    """Descends |x|^2 from a random x; with `adam = false` it keeps no moments."""
-    chosen = QuadraticSettings(**settings)
+    """Descends |x|^2 from a random x. With `adam = false` the optimizer keeps no moments."""
+    values = QuadraticSettings(**settings)
     optimizer = Optimizer(
-        optax.scale_by_adam() if chosen.adam else optax.identity(), chosen.learning_rate, max_norm=1.0
+        optax.scale_by_adam() if values.adam else optax.identity(), values.learning_rate, max_norm=1.0
     )
 
     def fresh(key):
-        return {"critic": {"kernel": jax.random.normal(key, (chosen.size,)), "bias": jnp.zeros(1)}}
+        return {"critic": {"kernel": jax.random.normal(key, (values.size,)), "bias": jnp.zeros(1)}}
 
     def init(key):
         params = fresh(key)
@@ -45,9 +45,9 @@ def quadratic(task, **settings):
     def step(state, key, taps):
         params, moments = optimizer.disturb(state[0], state[1], taps, fresh)
         gradient = jax.tree.map(lambda x: 2 * x, params)
-        params, moments, done = optimizer.update(params, moments, gradient, taps)
+        params, moments, update = optimizer.update(params, moments, gradient, taps)
         loss = sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
-        return (params, moments), {"performance": -loss, "update_norm": done.update_norm}
+        return (params, moments), {"performance": -loss, "update_norm": update.update_norm}
 
     return Learner(init, step, name="quadratic", samples_per_step=1)
 

@@ -1,4 +1,4 @@
-"""Published remedies as plain loops in float64, from the papers and their authors' code; nothing here is jaxaudit's."""
+"""Published remedies as plain loops in float64, after the papers and their authors' code, independent of jaxaudit."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import numpy as np
 
 
 class AdamReference:
-    """Adam's direction (Kingma and Ba, 2015), update after update."""
+    """Computes Adam's direction (Kingma and Ba, 2015), one update after another."""
 
     def __init__(self, size, beta1=0.9, beta2=0.999, epsilon=1e-8):
         self.first, self.second, self.count = np.zeros(size), np.zeros(size), 0
@@ -23,9 +23,9 @@ class AdamReference:
 
 
 def six_sigma_reference(losses, norms, sigmas, window=128):
-    """OLMo-core's `SkipStepOptimizer`: whether each update is made, and how far each decision was from the other one.
+    """OLMo-core's `SkipStepOptimizer`: whether each update is applied, and each decision's distance from the threshold.
 
-    Values that are not finite are skipped once it acts, and are not remembered, other than there.
+    Once the remedy acts, it skips values that are not finite and, unlike the original, does not remember them.
     """
     kept, keep, margins = [], [], []
     for latest in zip(losses, norms, strict=True):
@@ -45,11 +45,11 @@ def six_sigma_reference(losses, norms, sigmas, window=128):
 
 
 def zclip_reference(gradients, threshold, alpha=0.97, warmup=25, epsilon=1e-6):
-    """ZClip (Kumar et al., 2025), "zscore" with "adaptive_scaling": the gradients, and the numbers of those clipped."""
-    buffer, found, clipped, mean, variance = [], [], [], None, None
+    """ZClip (Kumar et al., 2025), "zscore" with "adaptive_scaling": the gradients, and the indices of clipped ones."""
+    buffer, outputs, clipped, mean, variance = [], [], [], None, None
     for index, gradient in enumerate(gradients):
         norm = np.linalg.norm(gradient)
-        found.append(gradient)
+        outputs.append(gradient)
         if mean is None:
             buffer.append(norm)
             if len(buffer) == warmup:
@@ -59,35 +59,35 @@ def zclip_reference(gradients, threshold, alpha=0.97, warmup=25, epsilon=1e-6):
         std = math.sqrt(variance)
         z = (norm - mean) / (std + epsilon)
         if z > threshold:
-            most = mean + threshold * std / (z / threshold)
-            found[-1] = gradient * (most / (norm + epsilon))
+            limit = mean + threshold * std / (z / threshold)
+            outputs[-1] = gradient * (limit / (norm + epsilon))
             clipped.append(index)
-            norm = most
+            norm = limit
         mean = alpha * mean + (1 - alpha) * norm
         variance = alpha * variance + (1 - alpha) * (norm - mean) ** 2
-    return np.array(found), clipped
+    return np.array(outputs), clipped
 
 
 def adagc_reference(gradients, tensors, relative, beta=0.98, warmup=100, absolute=1.0):
-    """AdaGC (Wang et al., 2025, Algorithm 1), t counted from 1: the gradients as clipped."""
-    gamma, found = [0.0] * len(tensors), []
+    """AdaGC (Wang et al., 2025, Algorithm 1), with t counted from 1: the clipped gradients."""
+    gamma, outputs = [0.0] * len(tensors), []
     for t, gradient in enumerate(gradients, start=1):
-        after = gradient.copy()
+        clipped = gradient.copy()
         for index, tensor in enumerate(tensors):
             if t < warmup:
-                after[tensor] *= min(absolute / np.linalg.norm(gradient), 1.0)
-                norm = np.linalg.norm(after[tensor])
+                clipped[tensor] *= min(absolute / np.linalg.norm(gradient), 1.0)
+                norm = np.linalg.norm(clipped[tensor])
                 gamma[index] = norm if t == 1 else min(gamma[index], norm)
             else:
-                after[tensor] *= min(relative * gamma[index] / np.linalg.norm(gradient[tensor]), 1.0)
-                gamma[index] = beta * gamma[index] + (1 - beta) * np.linalg.norm(after[tensor])
-        found.append(after)
-    return np.array(found)
+                clipped[tensor] *= min(relative * gamma[index] / np.linalg.norm(gradient[tensor]), 1.0)
+                gamma[index] = beta * gamma[index] + (1 - beta) * np.linalg.norm(clipped[tensor])
+        outputs.append(clipped)
+    return np.array(outputs)
 
 
 @dataclass
 class SpamReference:
-    """What SPAM did: `[updates, size]` each. The directions are without the factor of its warm-up."""
+    """The results of SPAM, `[updates, size]` each. The directions are without the factor of its warm-up."""
 
     directions: np.ndarray
     first: np.ndarray
@@ -96,7 +96,7 @@ class SpamReference:
 
 
 def spam_reference(gradients, threshold, period=500, accumulation=20):
-    """SPAM (Huang et al., 2025), as its authors' code has it, with Adam's bias corrections."""
+    """SPAM (Huang et al., 2025), as in its authors' code, with Adam's bias corrections."""
     adam, directions, first, second, clipped = AdamReference(gradients.shape[1]), [], [], [], []
     for number, gradient in enumerate(gradients, start=1):
         if number % period == 0:
@@ -104,8 +104,8 @@ def spam_reference(gradients, threshold, period=500, accumulation=20):
         spiked = np.zeros(gradient.shape, bool)
         if number >= accumulation and number % period >= accumulation:
             spiked = gradient**2 > threshold * adam.second
-        most = np.sign(gradient) * np.sqrt(threshold * adam.second)
-        directions.append(adam.direction(np.where(spiked, most, gradient)))
+        limit = np.sign(gradient) * np.sqrt(threshold * adam.second)
+        directions.append(adam.direction(np.where(spiked, limit, gradient)))
         first.append(adam.first)
         second.append(adam.second)
         clipped.append(spiked)

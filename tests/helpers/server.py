@@ -1,6 +1,6 @@
-"""Commands in processes of their own that start fast: a server imports everything once and forks for each.
+"""Runs commands in fresh processes that start fast: a server imports everything once, and forks for each command.
 
-Nothing of JAX runs before the fork, so a command's process is as fresh as one from a shell. It can be killed.
+Nothing of JAX runs before the fork, so a command's process is as fresh as one started from a shell, and can be killed.
 """
 
 import gc
@@ -18,8 +18,8 @@ FAST = {"JAX_NUM_CPU_DEVICES": "2", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 
 
 @dataclass(frozen=True)
-class Done:
-    """How a command ended: code is minus the signal's number where one ended it."""
+class CommandResult:
+    """The result of a command. If a signal ended the process, `code` is minus the signal's number."""
 
     code: int
     out: str
@@ -43,36 +43,48 @@ class Server:
     def __call__(
         self,
         *argv: object,
-        first: str = "",
+        setup: str = "",
         watch: Callable[[int], None] | None = None,
-    ) -> Done:
-        """Runs a command; `first` is Python its process runs before, `watch` gets its id and may kill it."""
+    ) -> CommandResult:
+        """Runs a command.
+
+        Args:
+          argv: The command's arguments.
+          setup: Python code that the command's process runs first.
+          watch: A function that is called with the process id, and may kill the process.
+        """
         out, err = self._folder / "out.txt", self._folder / "err.txt"
-        begun = time.monotonic()
-        pid = self._ask(argv=[str(a) for a in argv], first=first, out=str(out), err=str(err))
+        start = time.monotonic()
+        pid = self._request(argv=[str(argument) for argument in argv], setup=setup, out=str(out), err=str(err))
         if watch:
             watch(pid)
-        code = self._ask(wait=pid)
-        return Done(code, out.read_text(), err.read_text(), time.monotonic() - begun)
+        code = self._request(wait=pid)
+        return CommandResult(code, out.read_text(), err.read_text(), time.monotonic() - start)
 
-    def together(self, *argv: object, waits: Sequence[float]) -> list[Done]:
-        """Starts a command several times, each so many seconds after the one before, and waits for all."""
-        begun, started = time.monotonic(), []
-        for number, wait in enumerate(waits):
-            time.sleep(wait)
+    def run_concurrently(self, *argv: object, delays: Sequence[float]) -> list[CommandResult]:
+        """Starts a command several times, each `delays` seconds after the one before, and waits for all."""
+        start, started = time.monotonic(), []
+        for number, delay in enumerate(delays):
+            time.sleep(delay)
             out, err = (self._folder / f"{stream}-{number}.txt" for stream in ("out", "err"))
-            started.append((self._ask(argv=[str(a) for a in argv], first="", out=str(out), err=str(err)), out, err))
-        codes = [self._ask(wait=pid) for pid, _, _ in started]
-        seconds = time.monotonic() - begun
+            started.append(
+                (
+                    self._request(argv=[str(argument) for argument in argv], setup="", out=str(out), err=str(err)),
+                    out,
+                    err,
+                )
+            )
+        codes = [self._request(wait=pid) for pid, _, _ in started]
+        seconds = time.monotonic() - start
         return [
-            Done(code, out.read_text(), err.read_text(), seconds)
+            CommandResult(code, out.read_text(), err.read_text(), seconds)
             for code, (_, out, err) in zip(codes, started, strict=True)
         ]
 
-    def _ask(self, **question: object) -> int:
+    def _request(self, **request: object) -> int:
         assert self._process.stdin
         assert self._process.stdout
-        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return int(self._process.stdout.readline())
 
@@ -83,21 +95,21 @@ class Server:
 
 
 def _serve() -> None:
-    import noisy  # noqa: F401  registers its learner
-    import quadratic  # noqa: F401  so does this
-    import unreported  # noqa: F401
+    import noisy  # noqa: F401  registers the learner
+    import quadratic  # noqa: F401  registers the learner
+    import without_reports  # noqa: F401
 
     import jaxaudit.learners
     import jaxaudit.runs.lifecycle
     import jaxaudit.tasks  # noqa: F401
     from jaxaudit.cli import main as cli
 
-    gc.freeze()  # or each process would look for garbage in what was imported
+    gc.freeze()  # otherwise each process would collect garbage among the imported modules
     sys.argv[0] = "jaxaudit"
     for line in sys.stdin:
-        question = json.loads(line)
-        if "wait" in question:
-            _, status = os.waitpid(question["wait"], 0)
+        request = json.loads(line)
+        if "wait" in request:
+            _, status = os.waitpid(request["wait"], 0)
             print(os.waitstatus_to_exitcode(status), flush=True)
             continue
         pid = os.fork()
@@ -105,10 +117,10 @@ def _serve() -> None:
             print(pid, flush=True)
             continue
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for descriptor, name in ((1, question["out"]), (2, question["err"])):
+        for descriptor, name in ((1, request["out"]), (2, request["err"])):
             os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
-        exec(question["first"], {})
-        sys.argv[1:] = question["argv"]
+        exec(request["setup"], {})
+        sys.argv[1:] = request["argv"]
         cli.entry()
 
 

@@ -1,4 +1,4 @@
-"""A small learner that every remedy of updates fits, and optimizers driven by hand-made gradients."""
+"""A small learner that fits every remedy of updates, and optimizers that are run on artificial gradients."""
 
 import functools
 from dataclasses import dataclass
@@ -21,81 +21,85 @@ SHAPES = {"actor": (3,), "critic": (2, 2)}
 SIZE = 7
 
 
-def tree(flat):
-    """Parameters, or a series of them, from their entries: `[..., SIZE]`."""
-    flat = jnp.asarray(flat, jnp.float32)
-    return {"actor": flat[..., :3], "critic": flat[..., 3:].reshape(*flat.shape[:-1], 2, 2)}
+def to_params(entries):
+    """Returns parameters, or a series of them, from their entries `[..., SIZE]`."""
+    entries = jnp.asarray(entries, jnp.float32)
+    return {"actor": entries[..., :3], "critic": entries[..., 3:].reshape(*entries.shape[:-1], 2, 2)}
 
 
-def flat(params):
-    """The entries of parameters, `[SIZE]`."""
+def to_vector(params):
+    """Returns the entries of parameters, `[SIZE]`."""
     return jnp.concatenate([params["actor"].ravel(), params["critic"].ravel()])
 
 
-def entries(series):
-    """Those of a series of parameters, `[length, SIZE]`, in float64."""
+def to_vectors(series):
+    """Returns the entries of a series of parameters, `[length, SIZE]`, in float64."""
     actor, critic = (np.asarray(series[name], np.float64) for name in SHAPES)
     return np.concatenate([actor, critic.reshape(len(critic), 4)], axis=1)
 
 
-def begun(chosen, update):
-    """The first states of some remedies, by name, where there is one optimizer."""
+def initial_remedy_states(applied, update):
+    """Returns the first states of remedies by name, for a learner with one optimizer."""
     values = {"guard": update, "penalty": update.gradient}
-    return {kind.name: {ROOT: kind.init(values[kind.site])} for kind, _ in chosen if kind.keeps_state}
+    return {kind.name: {ROOT: kind.init(values[kind.site])} for kind, _ in applied if kind.keeps_state}
 
 
-def driven(optimizer, chosen, params, gradients, **contexts):
-    """One update after another, of gradients `[length, SIZE]` with each its context.
+def run_updates(optimizer, active_remedies, params, gradients, **contexts):
+    """Makes one update after another, from gradients `[length, SIZE]` and each update's context.
 
-    Returns parameters and optimizer state after each, and what each did.
+    Returns the parameters and the optimizer's state after each update, and the update's result.
     """
-    acting = tuple((one.kind, jnp.float32(one.strength)) for one in chosen)
+    applied = tuple((remedy.kind, jnp.float32(remedy.strength)) for remedy in active_remedies)
 
-    def turn(carry, given):
+    def scan_step(carry, inputs):
         params, state, states = carry
-        gradient, context = given
-        taps = Taps().with_remedies(acting, states, None)
-        params, state, done = optimizer.update(params, state, gradient, taps, **context)
-        return (params, state, taps.remedy_states), (params, state, done)
+        gradient, context = inputs
+        taps = Taps().with_remedies(applied, states, None)
+        params, state, update = optimizer.update(params, state, gradient, taps, **context)
+        return (params, state, taps.remedy_states), (params, state, update)
 
-    params, series = tree(params), tree(gradients)
+    params, series = to_params(params), to_params(gradients)
     state = optimizer.init(params)
-    one = jnp.ones(())
-    first = begun(acting, remedies.ProposedUpdate(params, state, one, one))
+    scale = jnp.ones(())
+    initial_states = initial_remedy_states(applied, remedies.ProposedUpdate(params, state, scale, scale))
     contexts = {name: jnp.asarray(values, jnp.float32) for name, values in contexts.items()}
-    return jax.jit(lambda *given: jax.lax.scan(turn, *given))((params, state, first), (series, contexts))[1]
+    return jax.jit(lambda *inputs: jax.lax.scan(scan_step, *inputs))(
+        (params, state, initial_states), (series, contexts)
+    )[1]
 
 
-def guarded(one, gradients):
-    """What becomes of gradients `[length, SIZE]` in a remedy that guards them, one after another."""
-    acting = ((one.kind, jnp.float32(one.strength)),)
+def guard_gradients(remedy, gradients):
+    """Returns gradients `[length, SIZE]` as a remedy at the site "guard" changes them, one after another."""
+    applied = ((remedy.kind, jnp.float32(remedy.strength)),)
 
-    def turn(states, gradient):
-        taps = Taps().with_remedies(acting, states, None)
+    def scan_step(states, gradient):
+        taps = Taps().with_remedies(applied, states, None)
         update = taps.remedy("guard", remedies.ProposedUpdate(gradient, (), jnp.ones(()), jnp.ones(())))
         return taps.remedy_states, update.gradient
 
-    series = tree(gradients)
-    first = begun(acting, remedies.ProposedUpdate(jax.tree.map(lambda g: g[0], series), (), 1.0, 1.0))
-    return entries(jax.jit(lambda *given: jax.lax.scan(turn, *given)[1])(first, series))
+    series = to_params(gradients)
+    initial_states = initial_remedy_states(
+        applied, remedies.ProposedUpdate(jax.tree.map(lambda g: g[0], series), (), 1.0, 1.0)
+    )
+    return to_vectors(jax.jit(lambda *inputs: jax.lax.scan(scan_step, *inputs)[1])(initial_states, series))
 
 
-def noise(length, seed=0, scale=1.0):
-    """Gradients without a trend, `[length, SIZE]`."""
+def random_gradients(length, seed=0, scale=1.0):
+    """Returns gradients without a trend, `[length, SIZE]`."""
     return np.random.default_rng(seed).normal(0.0, scale, (length, SIZE)).astype(np.float32).astype(np.float64)
 
 
-def close(found, expected, rtol=2e-4, atol=1e-6):
-    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=rtol, atol=atol)
+def assert_close(actual, expected, rtol=2e-4, atol=1e-6):
+    np.testing.assert_allclose(np.asarray(actual, np.float64), expected, rtol=rtol, atol=atol)
 
 
-STEPS, UPDATES, ONSET, OPEN = 10, 4, 4, 3
+STEPS, UPDATES, ONSET, DURATION = 10, 4, 4, 3
 
 
 RATE = 0.05
 
 
-WINDOW = slice(ONSET, ONSET + OPEN)
+WINDOW = slice(ONSET, ONSET + DURATION)
 
 
 @dataclass(frozen=True)
@@ -104,13 +108,13 @@ class SmallSettings:
 
 
 def fresh(key):
-    return tree(jax.random.normal(key, (SIZE,)))
+    return to_params(jax.random.normal(key, (SIZE,)))
 
 
 @functools.cache
-def small(**settings):
-    """Several updates of Adam a step, towards targets that are drawn anew; it tells all that it does."""
-    chosen = SmallSettings(**settings)
+def small_learner(**settings):
+    """A learner that makes several updates of Adam a step, towards random targets, with detailed telemetry."""
+    values = SmallSettings(**settings)
     optimizer = ja.Optimizer(ja.Adam(), linear_to_zero(RATE))
 
     def init(key):
@@ -118,32 +122,43 @@ def small(**settings):
         return params, optimizer.init(params)
 
     def step(state, key, taps):
-        old, moments = optimizer.disturb(*state, taps, fresh)
+        params_before, moments = optimizer.disturb(*state, taps, fresh)
         weight = taps(
-            "entropy_coefficient", jnp.float32(chosen.entropy_coefficient), entropy=lambda: jnp.sum(old["actor"])
+            "entropy_coefficient",
+            jnp.float32(values.entropy_coefficient),
+            entropy=lambda: jnp.sum(params_before["actor"]),
         )
         bounds = taps("ratio_clip", jnp.float32([0.2, 0.2]))
         lam = taps("critic_lambda", jnp.float32(0.95))
 
         def update(taps, carry, target):
             params, moments = carry
-            loss, gradient = jax.value_and_grad(lambda p: 0.5 * jnp.sum((flat(p) - target) ** 2))(params)
-            kl = jnp.sum((flat(params) - flat(old)) ** 2)
+            loss, gradient = jax.value_and_grad(lambda p: 0.5 * jnp.sum((to_vector(p) - target) ** 2))(params)
+            kl = jnp.sum((to_vector(params) - to_vector(params_before)) ** 2)
             context = {"loss": loss, "approximate_kl": kl}
-            params, moments, done = optimizer.update(params, moments, gradient, taps, **context)
-            told = {"gradient": flat(gradient), "params": flat(params), "kl": kl, "used": done.used}
-            told |= {"learning_rate": done.learning_rate, "update_norm": done.update_norm}
-            return (params, moments), told | {"gradient_norm": done.gradient_norm}
+            params, moments, result = optimizer.update(params, moments, gradient, taps, **context)
+            metrics = {
+                "gradient": to_vector(gradient),
+                "params": to_vector(params),
+                "kl": kl,
+                "used": result.used,
+            }
+            metrics |= {"learning_rate": result.learning_rate, "update_norm": result.update_norm}
+            return (params, moments), metrics | {"gradient_norm": result.gradient_norm}
 
         targets = 1.0 + jax.random.normal(key, (UPDATES, SIZE))
-        (params, moments), told = taps.scan(update, (old, moments), targets)
+        (params, moments), metrics = taps.scan(update, (params_before, moments), targets)
         params, moments = optimizer.finish(params, moments, taps, fresh)
         settings = {"weight": weight, "bounds": bounds, "lambda": lam, "count": moments.count.astype(jnp.float32)}
-        told |= {"begin": flat(old), "mu": flat(moments.mu), "nu": flat(moments.nu)} | settings
-        return (params, moments), told | {"performance": -jnp.sum(flat(params) ** 2)}
+        metrics |= {
+            "begin": to_vector(params_before),
+            "mu": to_vector(moments.mu),
+            "nu": to_vector(moments.nu),
+        } | settings
+        return (params, moments), metrics | {"performance": -jnp.sum(to_vector(params) ** 2)}
 
     def changed(change):
-        return small(**{"entropy_coefficient": chosen.entropy_coefficient, **change(chosen)})
+        return small_learner(**{"entropy_coefficient": values.entropy_coefficient, **change(values)})
 
     return ja.Learner(init, step, name="small", changed=changed)
 
@@ -173,40 +188,44 @@ CONDITIONS |= {"pushed": (PUSHED, 2.0), "poisoned": (POISONED, 1.0)}
 
 def perturbations(**magnitudes):
     return [
-        kind(magnitudes.get(name, magnitude), onset=ONSET, duration=OPEN)
+        kind(magnitudes.get(name, magnitude), onset=ONSET, duration=DURATION)
         for name, (kind, magnitude) in list(CONDITIONS.items())[1:]
     ]
 
 
-def audited(learner, **magnitudes):
-    """Telemetry by name, `[seed, condition, step, ...]`, float64."""
+def audit_telemetry(learner, **magnitudes):
+    """Returns the telemetry of an audit by name, `[seed, condition, step, ...]`, in float64."""
     telemetry = ja.audit(learner, perturbations(**magnitudes), seeds=2, steps=STEPS).telemetry
     return {
         name: np.asarray(values, np.float64) for name, values in telemetry.data_vars.items() if "step" in values.dims
     }
 
 
-def kinds():
+def remedy_kinds():
     return [registry.remedies[name] for name in registry.remedies]
 
 
 @functools.cache
-def fitting():
-    """The kinds of remedies that act in the small learner."""
-    return [kind for kind in kinds() if kind.apply is not None and remedy_misfit(kind, find_sites(small())) is None]
+def fitting_kinds():
+    """Returns the kinds of remedies that act in the small learner."""
+    return [
+        kind
+        for kind in remedy_kinds()
+        if kind.apply is not None and remedy_misfit(kind, find_sites(small_learner())) is None
+    ]
 
 
-def helped(**strengths):
-    """The small learner with every remedy that fits, each of the strength given, or of the neutral one."""
-    return ja.remedied(small(), *(kind(strengths.get(kind.name, kind.neutral)) for kind in fitting()))
+def with_fitting_remedies(**strengths):
+    """Returns the small learner with every remedy that fits, with its strength in `strengths` or its neutral one."""
+    return ja.remedied(small_learner(), *(kind(strengths.get(kind.name, kind.neutral)) for kind in fitting_kinds()))
 
 
 @functools.cache
-def told(**strengths):
-    return audited(helped(**strengths))
+def remedied_telemetry(**strengths):
+    return audit_telemetry(with_fitting_remedies(**strengths))
 
 
-def lane(telemetry, condition, seed=0):
+def lane_telemetry(telemetry, condition, seed=0):
     return {
         name: values[seed, list(CONDITIONS).index(condition)]
         for name, values in telemetry.items()

@@ -1,4 +1,4 @@
-"""Folders of runs as the report reads them, of learning curves that were never trained; what a page holds."""
+"""Run folders with artificial learning curves, as the report reads them, and parts of the report's page."""
 
 import json
 import re
@@ -18,7 +18,7 @@ KINDS = {
 }
 
 
-def grid(kinds=KINDS, onsets=(120,), duration=10):
+def condition_table(kinds=KINDS, onsets=(120,), duration=10):
     rows = []
     for onset in onsets:
         tail = f" @{onset}" if len(onsets) > 1 else ""
@@ -33,7 +33,7 @@ def grid(kinds=KINDS, onsets=(120,), duration=10):
 
 
 def simulate(conditions, seeds, steps, offset=0.0, rng_seed=0):
-    """Learning curves that fall after the onset and return, or do not, by the magnitude."""
+    """Returns learning curves that fall after the onset, and recover or not, depending on the magnitude."""
     rng = np.random.default_rng(rng_seed)
     t = np.arange(steps)
     out = np.empty((seeds, len(conditions), steps), np.float32)
@@ -53,7 +53,7 @@ def simulate(conditions, seeds, steps, offset=0.0, rng_seed=0):
     return out
 
 
-def tables(conditions, performance, steps):
+def metric_tables(conditions, performance, steps):
     lanes = results.lane_metrics(dataset(conditions, performance, ()), MetricSettings())
     return results.lane_table(lanes), results.summary_table(lanes, steps)
 
@@ -69,14 +69,14 @@ def dataset(conditions, performance, channels):
     after = np.clip(np.arange(steps) - onset, 0, None) * (conditions.perturbation != "control").to_numpy()[:, None]
     pulse = np.exp(-after / 15) * (after > 0)
     noise = rng.normal(size=performance.shape)
-    made = {
+    channel_values = {
         "x_grad": 0.35 - 0.3 * pulse + 0.03 * noise,
         "x_inst": 80 * np.exp(4 * pulse + 0.3 * noise),
         "x_mem": 0.8 - 0.5 * pulse + 0.05 * noise,
         "gradient_norm": np.exp(3 * pulse + 0.2 * noise),
     }
     variables = {"performance": (dims, performance)}
-    variables |= {name: (dims, made[name].astype(np.float32)) for name in channels}
+    variables |= {name: (dims, channel_values[name].astype(np.float32)) for name in channels}
     layers = np.ones((*performance.shape, 2), np.float32)
     variables["layer_gradient_norm"] = ((*dims, "layer"), layers)
     evaluation = np.full(performance.shape, np.nan, np.float32)
@@ -93,7 +93,7 @@ def dataset(conditions, performance, channels):
     return xr.Dataset(variables, coords, attrs)
 
 
-def write(
+def write_run(
     folder, conditions, *, seeds=8, steps=400, performance=None, status="finished", name="ppo-pendulum", channels=()
 ):
     folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ def write(
         performance = simulate(conditions, seeds, steps)
     seeds = performance.shape[0]
     dataset(conditions, performance, channels).to_zarr(folder / "telemetry.zarr", mode="w")
-    metrics, summary = tables(conditions, performance, steps)
+    metrics, summary = metric_tables(conditions, performance, steps)
     metrics.to_csv(folder / "metrics.csv", index=False)
     summary.to_csv(folder / "summary.csv", index=False)
     spec = f"[audit]\nname = {json.dumps(name)}\nseeds = {seeds}\nsteps = {steps}\n"
@@ -116,10 +116,10 @@ def write(
     return metrics, summary
 
 
-def specs(page):
-    found = re.findall(r'<script type="application/json" id="([^"]+)">(.*?)</script>', page, re.S)
-    return {name: json.loads(text) for name, text in found}
+def embedded_specs(page):
+    matches = re.findall(r'<script type="application/json" id="([^"]+)">(.*?)</script>', page, re.S)
+    return {name: json.loads(text) for name, text in matches}
 
 
-def outside_scripts(page):
+def without_scripts(page):
     return re.sub(r"<script.*?</script>", "", page, flags=re.S)

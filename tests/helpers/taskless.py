@@ -1,4 +1,4 @@
-"""A learner that is made for no task, for tests of specs and commands."""
+"""A learner that needs no task, for tests of specs and commands."""
 
 from dataclasses import dataclass
 

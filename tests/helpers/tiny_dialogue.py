@@ -1,4 +1,4 @@
-"""A learner with all sites of dialogues that costs next to nothing: short rows by a policy linear in four features."""
+"""A cheap learner with all perturbation sites of dialogues: short rows, and a policy linear in four features."""
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +29,10 @@ def init(key):
 
 
 def generate(policy, key, taps, temperature):
-    """Rows of a prompt of one or two tokens and of own tokens up to the first END: features, tokens, own `[N, SLOTS]`.
+    """Returns features `[N, SLOTS, FEATURES]`, and tokens and the policy mask `[N, SLOTS]`.
 
-    Tokens from CALL on call a tool, which answers with the token itself and its neighbour.
+    Each row has a prompt of one or two tokens, and tokens of the policy up to the first END. Tokens from CALL on call a
+    tool, whose result is the token itself and the token below it.
     """
     difficulty = taps("difficulty", jnp.ones(PROMPTS), lowest=0.0, highest=3.0, usual=1.0)
     prompt = jax.random.choice(jax.random.fold_in(key, 0), jnp.array(PROMPT_TOKENS), (PROMPTS, 2)).astype(jnp.int32)
@@ -40,10 +41,10 @@ def generate(policy, key, taps, temperature):
     features = jnp.stack([prompt[:, 0] / 4, prompt[:, 1] / 4, difficulty, jnp.ones(PROMPTS)], axis=1)
 
     def turn(taps, carry, index):
-        features, own = carry
+        features, policy_mask = carry
         logits = taps("sampled_logits", features @ policy["kernel"] / temperature)
         token = jax.random.categorical(jax.random.fold_in(key, 1 + index), logits).astype(jnp.int32)
-        called = own & (token >= CALL)
+        called = policy_mask & (token >= CALL)
         result = jnp.where(called[:, None], jnp.stack([token, token - 1], axis=1), NOTHING)
         result = taps(
             "tool_result",
@@ -54,12 +55,12 @@ def generate(policy, key, taps, temperature):
             rare=jnp.array(RARE),
         )
         after = features.at[:, 0].add(0.1 * result[:, 0]).at[:, 1].add(0.1 * result[:, 1])
-        return (after, own & (token != END)), (features, token, own)
+        return (after, policy_mask & (token != END)), (features, token, policy_mask)
 
     rows = jnp.repeat(features, MEMBERS, axis=0)
     start = (rows, jnp.ones(rows.shape[0], bool))
-    _, (features, tokens, own) = taps.scan(turn, start, jnp.arange(SLOTS))
-    return jnp.moveaxis(features, 0, 1), tokens.T, own.T
+    _, (features, tokens, policy_mask) = taps.scan(turn, start, jnp.arange(SLOTS))
+    return jnp.moveaxis(features, 0, 1), tokens.T, policy_mask.T
 
 
 def log_probability(policy, features, tokens, temperature):
@@ -68,36 +69,39 @@ def log_probability(policy, features, tokens, temperature):
 
 
 def step(state, key, taps):
-    """One update from two rollout groups of two rows; the sampler is sharper than the trainer: ratios leave one."""
-    before, moments = OPTIMIZER.disturb(*state[:2], taps, fresh)
-    behaviour = taps("behaviour", before["policy"])
-    reference = taps("reference", state[2], policy=before["policy"])
+    """Makes one update from two rollout groups of two rows.
+
+    The sampler has a lower temperature than the trainer, so the ratios differ from one.
+    """
+    params_before, moments = OPTIMIZER.disturb(*state[:2], taps, fresh)
+    behaviour = taps("behaviour", params_before["policy"])
+    reference = taps("reference", state[2], policy=params_before["policy"])
     temperature = taps("temperature", jnp.float32(1.0))
-    features, tokens, own = generate(behaviour, key, taps, 0.5 * temperature)
-    old = log_probability(behaviour, features, tokens, 0.5 * temperature)
-    old = taps("log_probability", jnp.where(own, old, 0.0), own=own)
-    judge = taps("reward_model", {"kernel": jnp.linspace(-1.0, 1.0, VOCABULARY)})
-    reward = jax.nn.sigmoid(jnp.sum(jnp.where(own, judge["kernel"][tokens], 0.0), axis=1))
-    reward = taps("reward", reward, lengths=own.sum(axis=1).astype(jnp.float32), bound=1.0)
+    features, tokens, policy_mask = generate(behaviour, key, taps, 0.5 * temperature)
+    old_log_prob = log_probability(behaviour, features, tokens, 0.5 * temperature)
+    old_log_prob = taps("log_probability", jnp.where(policy_mask, old_log_prob, 0.0), own=policy_mask)
+    reward_model = taps("reward_model", {"kernel": jnp.linspace(-1.0, 1.0, VOCABULARY)})
+    reward = jax.nn.sigmoid(jnp.sum(jnp.where(policy_mask, reward_model["kernel"][tokens], 0.0), axis=1))
+    reward = taps("reward", reward, lengths=policy_mask.sum(axis=1).astype(jnp.float32), bound=1.0)
     decay = taps("gae_lambda", jnp.float32(0.9)) ** jnp.arange(SLOTS - 1.0, -1.0, -1.0)
-    value = features @ before["critic"]["head"]["kernel"] + before["critic"]["head"]["bias"]
-    advantage = taps("advantage", decay * (reward[:, None] - value), own=own)
+    value = features @ params_before["critic"]["head"]["kernel"] + params_before["critic"]["head"]["bias"]
+    advantage = taps("advantage", decay * (reward[:, None] - value), own=policy_mask)
     low, high = taps("ratio_clip", jnp.array([0.2, 0.2]))
     kl_coefficient = taps("kl_coefficient", jnp.float32(0.1))
-    anchor = log_probability(reference, features, tokens, temperature)
+    ref_log_prob = log_probability(reference, features, tokens, temperature)
 
     def loss(params):
-        new = log_probability(params["policy"], features, tokens, temperature)
-        ratio = jnp.exp(new - old)
+        new_log_prob = log_probability(params["policy"], features, tokens, temperature)
+        ratio = jnp.exp(new_log_prob - old_log_prob)
         surrogate = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - low, 1 + high) * advantage)
-        kl = jnp.exp(anchor - new) - 1 - (anchor - new)
+        kl = jnp.exp(ref_log_prob - new_log_prob) - 1 - (ref_log_prob - new_log_prob)
         value = features @ params["critic"]["head"]["kernel"] + params["critic"]["head"]["bias"]
-        each = -surrogate + kl_coefficient * kl + (value - reward[:, None]) ** 2
-        return jnp.sum(jnp.where(own, each, 0.0)) / own.sum()
+        token_loss = -surrogate + kl_coefficient * kl + (value - reward[:, None]) ** 2
+        return jnp.sum(jnp.where(policy_mask, token_loss, 0.0)) / policy_mask.sum()
 
-    params, moments, done = OPTIMIZER.update(before, moments, jax.grad(loss)(before), taps)
+    params, moments, update = OPTIMIZER.update(params_before, moments, jax.grad(loss)(params_before), taps)
     norm = optax.tree.norm(params)
-    return (params, moments, reference), {"performance": -norm, "params_norm": norm, "update_norm": done.update_norm}
+    return (params, moments, reference), {"performance": -norm, "params_norm": norm, "update_norm": update.update_norm}
 
 
 TINY_DIALOGUE = Learner(init, step, name="tiny_dialogue")

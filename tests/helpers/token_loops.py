@@ -1,4 +1,4 @@
-"""Loops over tokens of random rows, to compare the vectorised code of learners on dialogues with."""
+"""Loops over the tokens of random rows, as references for the vectorised code of the dialogue learners."""
 
 import dataclasses
 
@@ -15,47 +15,52 @@ CRITIC = settings_of("ppo_lm")(
 )
 
 
-def with_remedies(settings, *chosen):
-    """Settings with remedies that change them, as `ja.remedied` makes them."""
-    for one in chosen:
-        settings = dataclasses.replace(settings, **one.kind.settings(settings, one.strength))
+def settings_with_remedies(settings, *applied):
+    """Returns the settings as remedies change them in `ja.remedied`."""
+    for remedy in applied:
+        settings = dataclasses.replace(settings, **remedy.kind.settings(settings, remedy.strength))
     return settings
 
 
 def random_rows(seed=0, poison=False):
-    """Own tokens of uneven rows with given ones between them, a row of given ones alone, advantages, log-probabilities;
-    with `poison` what is at given tokens is NaN."""
+    """Returns a policy mask `[ROWS, SLOTS]`, advantages and log-probabilities.
+
+    The rows have uneven lengths, and tokens of prompts and tools between those of the policy. One row has no token of
+    the policy. With `poison`, the values at all other tokens are NaN.
+    """
     random = np.random.default_rng(seed)
-    own = random.random((ROWS, SLOTS)) < np.array([0.9, 0.7, 0.5, 0.3, 0.0, 0.6])[:, None]
-    advantage = 1.0 + 1.6 * random.normal(size=own.shape)
-    old = -2.0 + 1.6 * random.normal(size=own.shape)
+    policy_mask = random.random((ROWS, SLOTS)) < np.array([0.9, 0.7, 0.5, 0.3, 0.0, 0.6])[:, None]
+    advantage = 1.0 + 1.6 * random.normal(size=policy_mask.shape)
+    old_log_prob = -2.0 + 1.6 * random.normal(size=policy_mask.shape)
     if poison:
-        advantage, old = (np.where(own, x, np.nan) for x in (advantage, old))
-    return own, advantage, old
+        advantage, old_log_prob = (np.where(policy_mask, x, np.nan) for x in (advantage, old_log_prob))
+    return policy_mask, advantage, old_log_prob
 
 
-def covariances_by_loop(own, advantage, old):
-    """By a loop over own tokens; NaN at given ones."""
-    places = [(n, t) for n, t in np.ndindex(own.shape) if own[n, t]]
-    mean_advantage = sum(advantage[place] for place in places) / len(places)
-    mean_old = sum(old[place] for place in places) / len(places)
-    found = np.full(own.shape, np.nan)
-    for place in places:
-        found[place] = (advantage[place] - mean_advantage) * (old[place] - mean_old)
-    return found
+def covariances_by_loop(policy_mask, advantage, log_prob):
+    """Returns the covariances of advantages and log-probabilities at the policy's tokens, and NaN at all others."""
+    positions = [(n, t) for n, t in np.ndindex(policy_mask.shape) if policy_mask[n, t]]
+    mean_advantage = sum(advantage[position] for position in positions) / len(positions)
+    mean_log_prob = sum(log_prob[position] for position in positions) / len(positions)
+    covariances = np.full(policy_mask.shape, np.nan)
+    for position in positions:
+        covariances[position] = (advantage[position] - mean_advantage) * (log_prob[position] - mean_log_prob)
+    return covariances
 
 
-def advantages_by_loop(reward, value, own, gamma, lambdas):
-    """Advantages of own tokens, row by row from the last one back; zero at given ones."""
-    found = np.zeros(own.shape)
-    for row, slots in enumerate(map(np.flatnonzero, own)):
-        after = ahead = 0.0
+def advantages_by_loop(reward, value, policy_mask, gamma, lambdas):
+    """Returns the advantages of the policy's tokens, by a loop backwards over each row, and zero at all others."""
+    advantages = np.zeros(policy_mask.shape)
+    for row, slots in enumerate(map(np.flatnonzero, policy_mask)):
+        next_advantage = next_value = 0.0
         for slot in slots[::-1]:
-            after = reward[row, slot] + gamma * ahead - value[row, slot] + gamma * lambdas[row] * after
-            ahead, found[row, slot] = value[row, slot], after
-    return found
+            next_advantage = (
+                reward[row, slot] + gamma * next_value - value[row, slot] + gamma * lambdas[row] * next_advantage
+            )
+            next_value, advantages[row, slot] = value[row, slot], next_advantage
+    return advantages
 
 
-def lambdas_by_length(own, scale):
-    """By the length of each row; 0 of one without own tokens."""
-    return np.array([max(0.0, 1 - 1 / (scale * tokens)) if tokens else 0.0 for tokens in own.sum(1).tolist()])
+def lambdas_by_length(policy_mask, scale):
+    """Returns lambda by the length of each row, and 0 for rows without tokens of the policy."""
+    return np.array([max(0.0, 1 - 1 / (scale * tokens)) if tokens else 0.0 for tokens in policy_mask.sum(1).tolist()])

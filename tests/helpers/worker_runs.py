@@ -1,4 +1,4 @@
-"""Runs trained by workers: a plug-in that they can load, a Ray cluster on this machine, and what was trained how."""
+"""Helpers for runs that workers train: a plug-in that they can load, failing workers, and an in-process backend."""
 
 import importlib
 import json
@@ -14,16 +14,16 @@ from types import SimpleNamespace
 
 import pandas as pd
 import paused  # noqa: F401  registers the learner
-import submitit  # noqa: F401  takes logging's handlers apart when it is imported: not within a test
-from places import HELPERS, ROOT
-from small_runs import header
+import submitit  # noqa: F401  changes logging's handlers on import, which must not happen within a test
+from directories import HELPERS, ROOT
+from small_runs import spec_header
 
 from jaxaudit.runs import lifecycle as durable
 from jaxaudit.runtime.backends import CallResult
 from jaxaudit.spec.document import parse
 
-PAUSED = (
-    header(seeds=2, steps=24, learner='kind = "paused"\npause = {pause}', audit="lanes = 2")
+PAUSED_SPEC = (
+    spec_header(seeds=2, steps=24, learner='kind = "paused"\npause = {pause}', audit="lanes = 2")
     + """[run]
 chunk = 2
 checkpoint_every = 1
@@ -33,15 +33,15 @@ magnitude = [1.0, 0.1]
 onset = [6, 12]
 """
 )
-"""Two onsets; one batch of the baseline and three of each fork group."""
+"""A spec with two onsets. The baseline has one batch, and each fork group three."""
 
 
-def plug_in(folder):
-    """Makes the tests' learners known to processes that have a folder, and the tests', on their path."""
-    made = folder / "small_plugins-1.dist-info"
-    made.mkdir(parents=True)
-    (made / "METADATA").write_text("Metadata-Version: 2.1\nName: small-plugins\nVersion: 1\n")
-    (made / "entry_points.txt").write_text(
+def install_plugin(folder):
+    """Installs a plug-in with the tests' learners in a folder, and returns the environment of processes with it."""
+    distribution = folder / "small_plugins-1.dist-info"
+    distribution.mkdir(parents=True)
+    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: small-plugins\nVersion: 1\n")
+    (distribution / "entry_points.txt").write_text(
         "[jaxaudit.learners]\nquadratic = quadratic:quadratic\npaused = paused:paused\n"
     )
     return {
@@ -52,9 +52,9 @@ def plug_in(folder):
     }
 
 
-def started(*arguments, figures=False, **environment):
-    """The command line, in a process of its own; without a report, unless its figures are wanted."""
-    code = f"{'' if figures else 'import unreported; '}from jaxaudit.cli.main import entry; entry()"
+def start_cli(*arguments, figures=False, **environment):
+    """Starts the command line in a fresh process, which writes a report only with `figures`."""
+    code = f"{'' if figures else 'import without_reports; '}from jaxaudit.cli.main import entry; entry()"
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
         stderr=subprocess.PIPE,
@@ -64,100 +64,100 @@ def started(*arguments, figures=False, **environment):
     )
 
 
-def whole(text, planned, folder):
-    """A run of the plan of another, in one process, as the command line does it."""
+def run_in_one_process(text, plan_of, folder):
+    """Trains the plan of another run in one process, with the command line, and returns the run's folder."""
     (folder / "spec.toml").write_text(text)
-    done = started("run", folder / "spec.toml", "-o", folder / "whole", "--plan", planned)
-    assert done.wait() == 0, done.stderr.read()
+    process = start_cli("run", folder / "spec.toml", "-o", folder / "whole", "--plan", plan_of)
+    assert process.wait() == 0, process.stderr.read()
     return folder / "whole"
 
 
-def shards(folder):
-    """The run's shards.csv."""
+def read_shards(folder):
+    """Returns the run's shards.csv."""
     return pd.read_csv(folder / "shards.csv")
 
 
 def workers_at(folder, batches, states):
-    """Processes of the attempts at some batches that keep at least so many states or onsets, and have not ended."""
-    found = {}
+    """Returns the process ids, by batch, of unfinished attempts that have stored at least `states` states or onsets."""
+    pids = {}
     for batch in batches:
-        with suppress(FileNotFoundError):  # it is gathered at this moment
+        with suppress(FileNotFoundError):  # the batch is being gathered
             for path in (folder / "batches" / f"{batch:04d}").glob("attempt-*"):
-                kept = [*path.glob("state-*"), *path.glob("onset-*")]
-                if len(kept) >= states and not (path / "ended.json").exists():
+                stored = [*path.glob("state-*"), *path.glob("onset-*")]
+                if len(stored) >= states and not (path / "ended.json").exists():
                     worker = json.loads((path / "begun.json").read_text())["worker"]
-                    found[batch] = int(worker.rpartition(":")[2])
-    return found
+                    pids[batch] = int(worker.rpartition(":")[2])
+    return pids
 
 
-def through_accidents(text, folder, workers):
-    """A run whose worker at batch 0 is killed, and one at batch 2 or 3 sent away; who trained what of it.
+def run_through_failures(text, folder, workers):
+    """Trains a run whose worker of batch 0 is killed, and one of batch 2 or 3 is preempted; returns the run's shards.
 
-    Both are followed by one that goes on from their states.
+    Both batches are continued by another worker from the stored states.
     """
 
-    def accidents():
+    def fail():
         kill(wait_for(lambda: workers_at(folder, {0}, states=2))[0])
-        found = wait_for(lambda: workers_at(folder, {2, 3}, states=2))
-        os.kill(next(iter(found.values())), signal.SIGUSR2)
+        pids = wait_for(lambda: workers_at(folder, {2, 3}, states=2))
+        os.kill(next(iter(pids.values())), signal.SIGUSR2)
 
-    with meanwhile(accidents):
+    with run_beside(fail):
         durable.run(parse(text), folder, workers)
-    told = shards(folder)
-    after = told[told.attempt > 1]
-    assert len(set(after.batch)) == 2
-    assert (after.from_step > after.onset).all(), "they went on from their states"
-    return told
+    shards = read_shards(folder)
+    retries = shards[shards.attempt > 1]
+    assert len(set(retries.batch)) == 2
+    assert (retries.from_step > retries.onset).all(), "later attempts did not continue from the stored states"
+    return shards
 
 
 @contextmanager
-def meanwhile(act):
-    """Runs a function in a thread beside what is inside, and raises what it raises."""
-    failed = []
+def run_beside(function):
+    """Runs a function in a thread beside the body of the `with` statement, and raises what the function raises."""
+    errors = []
 
     def run():
         try:
-            act()
+            function()
         except BaseException as error:
-            failed.append(error)
+            errors.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
     yield
     thread.join(60)
-    if failed:
-        raise failed[0]
+    if errors:
+        raise errors[0]
 
 
 def wait_for(condition, seconds=300):
-    """What a condition gives when it gives something."""
+    """Waits until `condition()` is true, and returns its value."""
     deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it never came"
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "timeout"
         time.sleep(0.02)
-    return found
+    return value
 
 
 def kill(pid):
     os.kill(pid, signal.SIGKILL)
 
 
-class Calls:
-    """A backend whose workers are this process; what they are given and give goes through files, as with any other."""
+class InProcessBackend:
+    """A backend that runs every call in this process. Arguments and results are pickled, as with the other backends."""
 
     workers = 2
     workers_per_machine = 2
 
     def __init__(self):
-        self.made = []
+        self.submitted = []
 
     def submit(self, call, arguments):
-        self.made.append((call, arguments))
+        self.submitted.append((call, arguments))
         module, _, function = call.partition(":")
-        given = pickle.loads(pickle.dumps(arguments))
-        value = getattr(importlib.import_module(module), function)(**given)
+        unpickled = pickle.loads(pickle.dumps(arguments))
+        value = getattr(importlib.import_module(module), function)(**unpickled)
         return SimpleNamespace(poll=lambda: CallResult(value=pickle.loads(pickle.dumps(value))))
 
-    def opened(self, *asked):
-        """Replaces `backends.open_backend`."""
+    def open_backend(self, *arguments):
+        """A replacement for `backends.open_backend`."""
         return nullcontext(self)

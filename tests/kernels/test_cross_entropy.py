@@ -1,4 +1,4 @@
-"""Blockwise cross entropy against float64 NumPy, and what it holds in memory."""
+"""Blockwise cross entropy against float64 NumPy, and its memory."""
 
 import functools
 
@@ -22,103 +22,107 @@ def case(seed=0, scale=1.0):
 
 
 def reference(hidden, embedding, labels, weights, smoothing):
-    """Loss, per-token losses, and gradients by hidden and embedding, in float64 from the definition."""
+    """Returns the loss, the tokens' losses, the mean squared logit, and gradients by both inputs, in float64."""
     hidden, embedding, weights = (np.asarray(x, np.float64) for x in (hidden, embedding, weights))
     logits = hidden @ embedding.T
     shifted = logits - logits.max(1, keepdims=True)
     log_probability = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
-    wanted = np.full_like(logits, smoothing / len(embedding))
-    wanted[np.arange(len(labels)), labels] += 1 - smoothing
-    losses = -(wanted * log_probability).sum(1)
-    by_logits = weights[:, None] * (np.exp(log_probability) - wanted)
-    return (weights * losses).sum(), losses, (logits**2).mean(), by_logits @ embedding, by_logits.T @ hidden
+    target = np.full_like(logits, smoothing / len(embedding))
+    target[np.arange(len(labels)), labels] += 1 - smoothing
+    losses = -(target * log_probability).sum(1)
+    grad_logits = weights[:, None] * (np.exp(log_probability) - target)
+    return (weights * losses).sum(), losses, (logits**2).mean(), grad_logits @ embedding, grad_logits.T @ hidden
 
 
 @functools.partial(jax.jit, static_argnames="block")
-def differentiated(hidden, embedding, labels, weights, smoothing=0.0, block=None):
-    """What `cross_entropy` finds, alone and with its gradients by hidden and embedding; and these."""
+def compute_with_gradients(hidden, embedding, labels, weights, smoothing=0.0, block=None):
+    """Returns the result of `cross_entropy`, with and without differentiation, and the gradients by both inputs."""
 
     def loss(hidden, embedding):
-        found = cross_entropy(hidden, embedding, labels, weights, smoothing, block)
-        return found.loss, found
+        result = cross_entropy(hidden, embedding, labels, weights, smoothing, block)
+        return result.loss, result
 
-    (_, found), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(hidden, embedding)
-    return (found, cross_entropy(hidden, embedding, labels, weights, smoothing, block)), gradients
+    (_, result), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(hidden, embedding)
+    return (result, cross_entropy(hidden, embedding, labels, weights, smoothing, block)), gradients
 
 
 @pytest.mark.parametrize("block", [None, 1, 7, pytest.param(16, marks=pytest.mark.slow), 50, 64])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2, 1.0])
 def test_values_and_gradients_are_those_of_float64(block, smoothing):
-    results, gradients = differentiated(*case(), smoothing, block=block)
-    total, losses, square, by_hidden, by_embedding = reference(*case(), smoothing)
+    results, gradients = compute_with_gradients(*case(), smoothing, block=block)
+    total, losses, square, grad_hidden, grad_embedding = reference(*case(), smoothing)
     for result in results:
         np.testing.assert_allclose(result.loss, total, rtol=1e-5)
         np.testing.assert_allclose(result.losses, losses, rtol=1e-5)
         np.testing.assert_allclose(result.square, square, rtol=1e-5)
-    for gradient, wanted in zip(gradients, (by_hidden, by_embedding), strict=True):
-        assert np.abs(gradient - wanted).max() < 1e-5 * np.abs(wanted).max()
+    for gradient, expected in zip(gradients, (grad_hidden, grad_embedding), strict=True):
+        assert np.abs(gradient - expected).max() < 1e-5 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("block", [None, 7])
-def test_losses_and_squares_have_gradients_too(block):
-    """By any combination of the three, which the float64 reference has by weights of its own."""
+def test_losses_and_squared_logits_have_gradients(block):
+    """A combination of all three outputs has the gradients of the float64 reference with other weights."""
     hidden, embedding, labels, weights = case(5)
-    own = np.random.default_rng(6).normal(size=TOKENS).astype(np.float32)
+    loss_weights = np.random.default_rng(6).normal(size=TOKENS).astype(np.float32)
 
-    def mixed(hidden, embedding, weights):
-        found = cross_entropy(hidden, embedding, labels, weights, 0.1, block)
-        return 2.0 * found.loss + jnp.sum(own * found.losses) + 3.0 * found.square
+    def combination(hidden, embedding, weights):
+        result = cross_entropy(hidden, embedding, labels, weights, 0.1, block)
+        return 2.0 * result.loss + jnp.sum(loss_weights * result.losses) + 3.0 * result.square
 
-    by_hidden, by_embedding, by_weights = jax.jit(jax.grad(mixed, argnums=(0, 1, 2)))(hidden, embedding, weights)
-    _, losses, _, *wanted = reference(hidden, embedding, labels, 2.0 * np.float64(weights) + own, 0.1)
+    grad_hidden, grad_embedding, grad_weights = jax.jit(jax.grad(combination, argnums=(0, 1, 2)))(
+        hidden, embedding, weights
+    )
+    _, losses, _, *expected = reference(hidden, embedding, labels, 2.0 * np.float64(weights) + loss_weights, 0.1)
     hidden, embedding = np.float64(hidden), np.float64(embedding)
-    by_logits = 3.0 * 2.0 * hidden @ embedding.T / (TOKENS * VOCABULARY)
+    grad_logits = 3.0 * 2.0 * hidden @ embedding.T / (TOKENS * VOCABULARY)
     for gradient, exact in zip(
-        (by_hidden, by_embedding), (wanted[0] + by_logits @ embedding, wanted[1] + by_logits.T @ hidden), strict=True
+        (grad_hidden, grad_embedding),
+        (expected[0] + grad_logits @ embedding, expected[1] + grad_logits.T @ hidden),
+        strict=True,
     ):
         assert np.abs(gradient - exact).max() < 1e-5 * np.abs(exact).max()
-    np.testing.assert_allclose(by_weights, 2.0 * losses, rtol=1e-5)
+    np.testing.assert_allclose(grad_weights, 2.0 * losses, rtol=1e-5)
 
 
-def test_only_who_asks_for_more_than_the_losss_gradient_pays_for_it():
+def test_the_gradient_of_the_loss_alone_needs_fewer_products():
     hidden, embedding, labels, weights = case(7)
 
     def operations(loss):
         gradient = jax.grad(lambda h: loss(cross_entropy(h, embedding, labels, weights)))
         return str(jax.make_jaxpr(gradient)(hidden)).count("dot_general")
 
-    assert operations(lambda found: found.loss) == 3
-    assert operations(lambda found: found.loss + found.losses.sum()) == 6
+    assert operations(lambda result: result.loss) == 3
+    assert operations(lambda result: result.loss + result.losses.sum()) == 6
 
 
-def test_large_logits_and_a_scaled_loss():
+def test_large_logits_and_a_scaled_loss_have_exact_gradients():
     hidden, *rest = case(1, scale=300.0)
     gradient = jax.jit(jax.grad(lambda hidden: 7.0 * cross_entropy(hidden, *rest).loss))(hidden)
-    wanted = 7.0 * reference(hidden, *rest, 0.0)[3]
-    assert np.abs(gradient - wanted).max() < 1e-5 * np.abs(wanted).max()
+    expected = 7.0 * reference(hidden, *rest, 0.0)[3]
+    assert np.abs(gradient - expected).max() < 1e-5 * np.abs(expected).max()
 
 
-def test_lanes_with_smoothings_of_their_own():
+def test_lanes_may_have_different_smoothings():
     hidden, *rest = case(2)
     smoothings = np.float32([0.0, 0.3])
 
-    def of_hidden(smoothing):
+    def grad_hidden(smoothing):
         return jax.grad(lambda h: cross_entropy(h, *rest, smoothing, 16).loss)(hidden)
 
-    for lane, smoothing in zip(jax.jit(jax.vmap(of_hidden))(smoothings), smoothings, strict=True):
-        wanted = reference(hidden, *rest, float(smoothing))[3]
-        assert np.abs(lane - wanted).max() < 1e-5 * np.abs(wanted).max()
+    for lane, smoothing in zip(jax.jit(jax.vmap(grad_hidden))(smoothings), smoothings, strict=True):
+        expected = reference(hidden, *rest, float(smoothing))[3]
+        assert np.abs(lane - expected).max() < 1e-5 * np.abs(expected).max()
 
 
-def test_half_precision_products_keep_the_inputs_types():
+def test_bfloat16_products_keep_the_inputs_types():
     hidden, embedding, *rest = case(3)
-    half = [jnp.asarray(x.astype(jnp.bfloat16)) for x in (hidden, embedding)]
-    (found, _), gradients = differentiated(*half, *rest)
-    assert found.loss.dtype == jnp.float32
+    rounded = [jnp.asarray(x.astype(jnp.bfloat16)) for x in (hidden, embedding)]
+    (result, _), gradients = compute_with_gradients(*rounded, *rest)
+    assert result.loss.dtype == jnp.float32
     assert all(x.dtype == jnp.bfloat16 for x in gradients)
-    wanted = reference(*(np.float32(x) for x in half), *rest, 0.0)
-    np.testing.assert_allclose(found.loss, wanted[0], rtol=1e-3)
-    for gradient, exact in zip(gradients, wanted[3:], strict=True):
+    expected = reference(*(np.float32(x) for x in rounded), *rest, 0.0)
+    np.testing.assert_allclose(result.loss, expected[0], rtol=1e-3)
+    for gradient, exact in zip(gradients, expected[3:], strict=True):
         assert np.abs(np.float32(gradient) - exact).max() < 0.02 * np.abs(exact).max()
 
 

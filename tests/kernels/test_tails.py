@@ -1,4 +1,4 @@
-"""Tail statistics by selection, against sorts in float64 NumPy and closed forms."""
+"""Tail statistics by selection, against sorting in float64 NumPy and closed forms."""
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ QS = (0.0, 0.1, 0.5, 0.9, 0.99, 0.999, 1.0)
 
 @jax.jit
 @jax.vmap
-def found(x, mask):
-    """All statistics of rows `[4, n]`, all tests' one program for each n."""
+def all_statistics(x, mask):
+    """Returns all statistics of rows `[4, n]`. All tests share one program for each n."""
     return {
         "ess": tails.effective_sample_size(x, mask),
         "cvar": tails.cvar(x, mask, 0.01),
@@ -28,7 +28,7 @@ def found(x, mask):
 
 
 def sorted_sum(x, share):
-    """The sum of the largest share * n values, the last of them in part."""
+    """Returns the sum of the largest share * n values, of which the last counts partly."""
     ordered, counted = np.sort(x)[::-1], share * len(x)
     weights = np.clip(counted - np.arange(len(x)), 0, 1)
     return weights @ ordered
@@ -40,7 +40,7 @@ def mean_excess(x, k=None):
     return np.mean(np.log(x[:k]) - np.log(x[k]))
 
 
-def expected(x, mask):
+def expected_statistics(x, mask):
     x = x[mask].astype(np.float64)
     weights = np.exp(x - x.max())
     ordered = np.sort(x)[::-1]
@@ -57,7 +57,7 @@ def expected(x, mask):
     }
 
 
-def drawn(n, kind):
+def sample(n, kind):
     rng = np.random.default_rng(n)
     x = {
         "normal": lambda: rng.normal(size=(4, n)),
@@ -70,48 +70,48 @@ def drawn(n, kind):
 
 @pytest.mark.parametrize("kind", ["normal", "heavy", "small", "ties"])
 @pytest.mark.parametrize("n", [100, 1536])
-def test_they_equal_what_a_sort_gives(n, kind):
-    x, mask = drawn(n, kind)
-    statistics = found(x, mask)
+def test_statistics_equal_those_by_sorting(n, kind):
+    x, mask = sample(n, kind)
+    statistics = all_statistics(x, mask)
     for lane in range(4):
-        for name, wanted in expected(x[lane], mask[lane]).items():
-            got = np.asarray(statistics[name][lane])
+        for name, expected in expected_statistics(x[lane], mask[lane]).items():
+            actual = np.asarray(statistics[name][lane])
             if name in ("quantiles", "order"):
-                np.testing.assert_array_equal(got, np.asarray(wanted, np.float32), err_msg=name)
+                np.testing.assert_array_equal(actual, np.asarray(expected, np.float32), err_msg=name)
             elif name.startswith("hill"):
-                np.testing.assert_allclose(got, wanted, rtol=1e-4, err_msg=name)
+                np.testing.assert_allclose(actual, expected, rtol=1e-4, err_msg=name)
             else:
-                np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=1e-6, err_msg=name)
+                np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=1e-6, err_msg=name)
 
 
-def test_what_the_mask_hides_is_not_looked_at():
-    x, mask = drawn(100, "normal")
+def test_masked_values_have_no_influence():
+    x, mask = sample(100, "normal")
     hidden = np.where(mask, x, np.array([[np.nan], [np.inf], [-np.inf], [1e30]], np.float32))
-    jax.tree.map(np.testing.assert_array_equal, found(x, mask), found(hidden, mask))
+    jax.tree.map(np.testing.assert_array_equal, all_statistics(x, mask), all_statistics(hidden, mask))
 
 
 def test_an_empty_mask_gives_zeros():
-    x, mask = drawn(100, "normal")
+    x, mask = sample(100, "normal")
     x[0] = np.nan
-    for name, value in found(x, np.zeros_like(mask)).items():
+    for name, value in all_statistics(x, np.zeros_like(mask)).items():
         np.testing.assert_array_equal(value, 0.0, err_msg=name)
 
 
-def test_one_value_alone():
-    x, _ = drawn(100, "normal")
+def test_one_value_has_defined_statistics():
+    x, _ = sample(100, "normal")
     mask = np.zeros((4, 100), bool)
     mask[:, 3] = True
     x[:, 3] = [2.0, -1.0, 0.0, 5.0]
-    statistics = found(x, mask)
+    statistics = all_statistics(x, mask)
     np.testing.assert_array_equal(statistics["ess"], 1.0)
     np.testing.assert_allclose(statistics["cvar"], x[:, 3], rtol=1e-6)
     np.testing.assert_array_equal(statistics["hill"], 0.0)
     assert all(np.isfinite(value).all() for value in statistics.values())
 
 
-def test_equal_values():
-    x, mask = drawn(100, "normal")
-    statistics = found(np.full_like(x, 2.5), mask)
+def test_equal_values_have_defined_statistics():
+    x, mask = sample(100, "normal")
+    statistics = all_statistics(np.full_like(x, 2.5), mask)
     np.testing.assert_allclose(statistics["ess"], 1.0, rtol=1e-6)
     np.testing.assert_allclose(statistics["cvar"], 2.5, rtol=1e-6)
     np.testing.assert_allclose(statistics["top"], 0.01, rtol=1e-5)
@@ -119,32 +119,38 @@ def test_equal_values():
     np.testing.assert_allclose(statistics["hill"], tails.LARGEST_INDEX)
 
 
-def test_a_nan_under_the_mask_is_not_hidden():
-    x, mask = drawn(100, "normal")
-    place = int(np.flatnonzero(mask[2])[0])
-    x[2, place] = np.nan
-    for name, value in found(x, mask).items():
+def test_an_unmasked_nan_is_propagated():
+    x, mask = sample(100, "normal")
+    index = int(np.flatnonzero(mask[2])[0])
+    x[2, index] = np.nan
+    for name, value in all_statistics(x, mask).items():
         assert np.isnan(value[2]).all(), name
         assert np.isfinite(np.delete(value, 2, axis=0)).all(), name
 
 
-def test_the_sample_size_of_lognormal_weights():
-    """exp(-s^2), within three standard errors of 64 draws; log-weights far from zero do not matter."""
-    draws = 0.5 * jax.random.normal(jax.random.key(0), (64, 4096)) + 300.0
-    share = np.asarray(jax.jit(jax.vmap(tails.effective_sample_size))(draws, jnp.ones_like(draws, bool)))
+def test_the_effective_sample_size_of_lognormal_weights_is_known():
+    """It is exp(-s^2), within three standard errors of 64 samples.
+
+    A constant added to the log-weights has no influence.
+    """
+    samples = 0.5 * jax.random.normal(jax.random.key(0), (64, 4096)) + 300.0
+    share = np.asarray(jax.jit(jax.vmap(tails.effective_sample_size))(samples, jnp.ones_like(samples, bool)))
     assert abs(share.mean() - np.exp(-0.25)) < 3 * share.std(ddof=1) / 8
     assert share.std(ddof=1) / 8 < 0.01
 
 
-def test_the_tail_index_of_a_pareto_distribution():
-    """P(X > x) = x^-2: 2 within three standard errors, a / sqrt(k) each; a thin tail's is much larger."""
-    draws = jax.random.pareto(jax.random.key(1), 2.0, (64, 4096))
+def test_the_tail_index_of_a_pareto_distribution_is_known():
+    """For P(X > x) = x^-2 it is 2, within three standard errors of a / sqrt(k).
+
+    A bounded distribution's is much larger.
+    """
+    samples = jax.random.pareto(jax.random.key(1), 2.0, (64, 4096))
     index = jax.jit(jax.vmap(tails.extreme_value_index))
-    inverse = np.asarray(index(draws, jnp.ones_like(draws, bool)))
+    inverse = np.asarray(index(samples, jnp.ones_like(samples, bool)))
     error = 0.5 / np.sqrt(64)  # k = 64 of 4096
     assert abs(inverse.mean() - 0.5) < 3 * error / 8
     np.testing.assert_allclose(inverse.std(ddof=1), error, rtol=0.3)
-    one = float(tails.hill(draws[0], jnp.ones(4096, bool)))
-    assert abs(one - 2.0) < 3 * 2.0 / np.sqrt(64)
+    single = float(tails.hill(samples[0], jnp.ones(4096, bool)))
+    assert abs(single - 2.0) < 3 * 2.0 / np.sqrt(64)
     bounded = jax.random.uniform(jax.random.key(2), (64, 4096))
-    assert np.asarray(index(bounded, jnp.ones_like(draws, bool))).max() < 0.05
+    assert np.asarray(index(bounded, jnp.ones_like(samples, bool))).max() < 0.05

@@ -13,7 +13,7 @@ TOKENS, WIDTH, VOCABULARY, TEMPERATURE = 21, 6, 13, 0.7
 
 
 def case(seed=0):
-    """Hidden states, embedding, tokens, and weights of both outputs in a loss."""
+    """Returns hidden states, an embedding, tokens, and weights of both outputs in a loss."""
     random = np.random.default_rng(seed)
     hidden, embedding = random.normal(size=(TOKENS, WIDTH)), random.normal(size=(VOCABULARY, WIDTH))
     tokens = random.integers(0, VOCABULARY, TOKENS)
@@ -23,26 +23,26 @@ def case(seed=0):
     ]
 
 
-def logs_of(hidden, embedding, temperature=TEMPERATURE):
-    """Logarithms of the chances, float64."""
+def log_probs_of(hidden, embedding, temperature=TEMPERATURE):
+    """Returns log-probabilities in float64."""
     logits = np.asarray(hidden, np.float64) @ np.asarray(embedding, np.float64).T / temperature
     logits -= logits.max(1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(1, keepdims=True))
 
 
 def reference(hidden, embedding, tokens, weights):
-    """Both outputs, and the gradients of their weighted sum by the inputs, from their definitions."""
-    logs = logs_of(hidden, embedding)
-    chances, is_token = np.exp(logs), np.eye(VOCABULARY)[tokens]
-    entropy = -(chances * logs).sum(1)
-    by_token, by_entropy = np.asarray(weights, np.float64)[..., None]
-    by_logits = by_token * (is_token - chances) - by_entropy * chances * (logs + entropy[:, None])
-    by_logits /= TEMPERATURE
-    return (logs * is_token).sum(1), entropy, by_logits @ embedding, by_logits.T @ hidden
+    """Returns both outputs, and the gradients of their weighted sum by the inputs, from their definitions."""
+    log_probs = log_probs_of(hidden, embedding)
+    probs, is_token = np.exp(log_probs), np.eye(VOCABULARY)[tokens]
+    entropy = -(probs * log_probs).sum(1)
+    weight_of_log_prob, weight_of_entropy = np.asarray(weights, np.float64)[..., None]
+    grad_logits = weight_of_log_prob * (is_token - probs) - weight_of_entropy * probs * (log_probs + entropy[:, None])
+    grad_logits /= TEMPERATURE
+    return (log_probs * is_token).sum(1), entropy, grad_logits @ embedding, grad_logits.T @ hidden
 
 
 @functools.partial(jax.jit, static_argnames="block")
-def found(hidden, embedding, tokens, weights, block):
+def compute_with_gradients(hidden, embedding, tokens, weights, block):
     def loss(hidden, embedding):
         outputs = token_log_probability(hidden, embedding, tokens, TEMPERATURE, block)
         return sum(jnp.sum(w * x) for w, x in zip(weights, outputs, strict=True)), outputs
@@ -53,29 +53,31 @@ def found(hidden, embedding, tokens, weights, block):
 
 @pytest.mark.parametrize("block", [None, 1, 8, 64])
 def test_both_outputs_and_their_gradients_are_those_of_float64(block):
-    for mine, wanted in zip(found(*case(), block=block), reference(*case()), strict=True):
-        assert np.abs(mine - wanted).max() < 1e-5 * np.abs(wanted).max()
+    for actual, expected in zip(compute_with_gradients(*case(), block=block), reference(*case()), strict=True):
+        assert np.abs(actual - expected).max() < 1e-5 * np.abs(expected).max()
 
 
-def test_lanes_share_what_they_share():
-    """With embeddings of one's own and hidden states shared, as with hidden states of one's own."""
+def test_vmapped_lanes_may_share_hidden_states():
+    """Lanes have different embeddings and the same hidden states."""
     hidden, embedding, tokens, weights = case()
-    several = np.stack([embedding, 2 * embedding])
-    lanes = jax.vmap(lambda e: found(hidden, e, tokens, weights, block=8))(several)
-    for lane, own in enumerate(several):
-        for mine, wanted in zip(lanes, reference(hidden, own, tokens, weights), strict=True):
-            assert np.abs(mine[lane] - wanted).max() < 1e-5 * np.abs(wanted).max()
+    embeddings = np.stack([embedding, 2 * embedding])
+    lanes = jax.vmap(lambda e: compute_with_gradients(hidden, e, tokens, weights, block=8))(embeddings)
+    for lane, lane_embedding in enumerate(embeddings):
+        for actual, expected in zip(lanes, reference(hidden, lane_embedding, tokens, weights), strict=True):
+            assert np.abs(actual[lane] - expected).max() < 1e-5 * np.abs(expected).max()
 
 
 def test_memory_does_not_grow_with_tokens_times_vocabulary():
-    def differentiated(hidden, embedding, tokens):
-        return jax.grad(lambda *of: sum(map(jnp.sum, token_log_probability(*of, tokens))), (0, 1))(hidden, embedding)
+    def gradients(hidden, embedding, tokens):
+        return jax.grad(lambda *inputs: sum(map(jnp.sum, token_log_probability(*inputs, tokens))), (0, 1))(
+            hidden, embedding
+        )
 
     def temporaries(count, vocabulary=80_000):
         hidden, embedding = (jax.ShapeDtypeStruct((n, 16), np.float32) for n in (count, vocabulary))
-        given = (hidden, embedding, jax.ShapeDtypeStruct((count,), np.int32))
-        return jax.jit(differentiated).lower(*given).compile().memory_analysis().temp_size_in_bytes
+        shapes = (hidden, embedding, jax.ShapeDtypeStruct((count,), np.int32))
+        return jax.jit(gradients).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
-    some, more = temporaries(65_536), temporaries(262_144)
-    assert some < 4 * 65_536 * 80_000 / 10
-    assert more - some < 8 * 4 * 16 * (262_144 - 65_536)
+    small, large = temporaries(65_536), temporaries(262_144)
+    assert small < 4 * 65_536 * 80_000 / 10
+    assert large - small < 8 * 4 * 16 * (262_144 - 65_536)

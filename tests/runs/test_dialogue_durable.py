@@ -1,13 +1,15 @@
-"""A dialogue run that is killed ends as if nothing had been, the rows it stored to be read included; it is replayed,
-forked and monitored from its folder alone."""
+"""A killed dialogue run resumes bitwise, with the rows of its full telemetry.
+
+The run is replayed, forked and monitored from its folder only.
+"""
 
 import signal
 
 import jax
 import numpy as np
 import pytest
-from hurry import in_a_hurry
-from small_runs import arrays, assert_same, chunks_done, killing
+from fast_compilation import fast_compilation_enabled
+from small_runs import assert_runs_equal, chunks_done, signal_at_chunk, stored_arrays
 
 import jaxaudit as ja
 from jaxaudit.analysis.run_reader import load
@@ -64,19 +66,22 @@ magnitude = 0.5
 onset = 4
 duration = "end"
 """
-BASELINE = 7  # chunks of the undisturbed lanes: to the onset, and a window after it
+BASELINE = 7  # chunks of the undisturbed lanes: until the onset, and a window after it
 KILLED = BASELINE + 3
-"""Chunks done at the kill: the windows are open, the ring of policies is full, and nobody has been synced again."""
+"""Chunks stored at the kill.
+
+The windows are open, the ring of policies is full, and no policy has been synced again.
+"""
 
 ROWS = ("shown_token", "shown_role", "shown_log_probability", "shown_reward")
-"""Held-out rows, as they are stored to be read."""
+"""Held-out rows, which are stored as text to be read."""
 
 
-def as_here():
-    """What a process runs first to compile as this one does, and to find what was compiled here."""
+def setup_code():
+    """Returns code that makes a process compile as this one, with the same compilation cache."""
     cache = jax.config.jax_compilation_cache_dir
-    compile_so = f"import hurry, jax; hurry.compile_in_a_hurry({in_a_hurry()})"
-    return f"{compile_so}; jax.config.update('jax_compilation_cache_dir', {cache!r})"
+    compilation = f"import fast_compilation, jax; fast_compilation.set_fast_compilation({fast_compilation_enabled()})"
+    return f"{compilation}; jax.config.update('jax_compilation_cache_dir', {cache!r})"
 
 
 BASIC = pytest.param("basic", marks=pytest.mark.exhaustive)
@@ -85,52 +90,54 @@ FULL = pytest.param("full", marks=pytest.mark.slow)
 
 @pytest.fixture(scope="module", params=[BASIC, FULL])
 def level(request):
-    """Of telemetry: the full one has rows to be read, and takes minutes to compile."""
+    """The level of telemetry. The full one contains rows as text, and takes minutes to compile."""
     return request.param
 
 
 @pytest.fixture(scope="module")
 def runs(server, level, tmp_path_factory):
-    """A run that was left alone, and one that was killed, in a process of its own, and went on in another."""
-    place = tmp_path_factory.mktemp("dialogues")
-    spec = place / "spec.toml"
+    """A run without interruption, and one that was killed in another process and resumed in this one."""
+    folder = tmp_path_factory.mktemp("dialogues")
+    spec = folder / "spec.toml"
     spec.write_text(SPEC.replace("LEVEL", level))
-    durable.run(load_spec(spec), place / "whole")
-    kill = killing(place / "run", signal.SIGKILL, chunk=KILLED)
-    killed = server("run", spec, "-o", place / "run", first=as_here(), watch=kill)
+    durable.run(load_spec(spec), folder / "whole")
+    watch = signal_at_chunk(folder / "run", signal.SIGKILL, chunk=KILLED)
+    killed = server("run", spec, "-o", folder / "run", setup=setup_code(), watch=watch)
     assert killed.code == -signal.SIGKILL, killed.err
-    assert KILLED <= chunks_done(place / "run") < chunks_done(place / "whole")
-    durable.resume(place / "run")
-    return place
+    assert KILLED <= chunks_done(folder / "run") < chunks_done(folder / "whole")
+    durable.resume(folder / "run")
+    return folder
 
 
-def test_a_killed_run_goes_on_to_the_same_telemetry_and_checkpoints(runs, level):
-    assert_same(runs / "run", runs / "whole")
-    told = load(runs / "run").telemetry
-    assert (set(ROWS) <= set(told.data_vars)) == (level == "full")
-    control = told.sel(condition="control")
-    for condition in told.condition.values[1:]:  # what was compared is of a run whose disturbances did something
-        lane = told.sel(condition=condition)
+def test_a_killed_run_resumes_bitwise(runs, level):
+    assert_runs_equal(runs / "run", runs / "whole")
+    telemetry = load(runs / "run").telemetry
+    assert (set(ROWS) <= set(telemetry.data_vars)) == (level == "full")
+    control = telemetry.sel(condition="control")
+    for condition in telemetry.condition.values[
+        1:
+    ]:  # the comparison above is meaningful only if the perturbations had an effect
+        lane = telemetry.sel(condition=condition)
         assert not np.array_equal(lane["params_norm"], control["params_norm"]), condition
 
 
-def test_it_is_replayed_and_forked_from_its_folder(runs, here):
-    """In part, and at the same width: bit for bit."""
-    done = here("replay", runs / "run", "--seed", "1", "--condition", "sync_interval 3")
-    assert done.code == 0, done.out
-    assert done.out.startswith("bitwise equal: 1 lanes, 6 lane steps\n")
-    done = here("fork", runs / "run", runs / "spec.toml", "-o", runs / "fork")
-    assert done.code == 0, done.err
-    ours, theirs = arrays(runs / "fork"), arrays(runs / "run")
-    assert [name for name in theirs if not name.startswith("chunk") and ours[name] != theirs[name]] == []
+def test_the_run_is_replayed_and_forked_from_its_folder(runs, run_cli):
+    """A part of the lanes, trained at the same width, is bitwise equal."""
+    result = run_cli("replay", runs / "run", "--seed", "1", "--condition", "sync_interval 3")
+    assert result.code == 0, result.out
+    assert result.out.startswith("bitwise equal: 1 lanes, 6 lane steps\n")
+    result = run_cli("fork", runs / "run", runs / "spec.toml", "-o", runs / "fork")
+    assert result.code == 0, result.err
+    forked, original = stored_arrays(runs / "fork"), stored_arrays(runs / "run")
+    assert [name for name in original if not name.startswith("chunk") and forked[name] != original[name]] == []
 
 
-def test_a_run_is_stored_with_its_strata_and_a_monitor_takes_it(runs):
-    found = load(runs / "run").telemetry
-    assert found["entropy"].dims[-1] == "stratum"
-    assert tuple(found["stratum"].values) == STRATA
-    assert found["performance"].attrs["every"] == 2
-    control = found.isel(condition=0)
+def test_strata_are_stored_and_a_monitor_can_be_fitted(runs):
+    telemetry = load(runs / "run").telemetry
+    assert telemetry["entropy"].dims[-1] == "stratum"
+    assert tuple(telemetry["stratum"].values) == STRATA
+    assert telemetry["performance"].attrs["every"] == 2
+    control = telemetry.isel(condition=0)
     assert np.isfinite(control["entropy"].values).all()
     assert (control["entropy"].sel(stratum="all") > 0).all()
     assert np.isfinite(control["x_grad"].values).all()

@@ -1,4 +1,4 @@
-"""`jaxaudit margin` on a finished run: a search that stops, is killed and goes on, and what it refuses."""
+"""`jaxaudit margin` on a finished run: a search that stops or is killed and resumes, and what is refused."""
 
 import itertools
 import json
@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from refusals import refusal
+from cli_errors import cli_error
 from server import Server
-from small_runs import header
-from worker_runs import Calls
+from small_runs import spec_header
+from worker_runs import InProcessBackend
 
 import jaxaudit as ja
 from jaxaudit.cli import main as cli
@@ -26,7 +26,7 @@ from jaxaudit.runs.run_folder import Folder
 from jaxaudit.spec.document import parse
 
 SPEC = (
-    header(seeds=6, steps=40, learner='kind = "quadratic"\nadam = false')
+    spec_header(seeds=6, steps=40, learner='kind = "quadratic"\nadam = false')
     + """[run]
 chunk = 10
 [[perturbation]]
@@ -44,12 +44,12 @@ onset = [0.25, 12]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A finished run, and the table of its margins, searched in a folder beside it."""
-    place = tmp_path_factory.mktemp("margins")
-    durable.run(parse(SPEC), place / "run")
-    shutil.copytree(place / "run", place / "searched")
-    assert cli.main(["margin", str(place / "searched")]) == 0
-    return place
+    """A finished run, and a copy of it with the margins searched in it."""
+    root = tmp_path_factory.mktemp("margins")
+    durable.run(parse(SPEC), root / "run")
+    shutil.copytree(root / "run", root / "searched")
+    assert cli.main(["margin", str(root / "searched")]) == 0
+    return root
 
 
 @pytest.fixture
@@ -61,41 +61,45 @@ def run(finished, tmp_path, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def _as_it_is(monkeypatch):
+def _jax_as_configured(monkeypatch):
     monkeypatch.setattr(cli, "prepare_jax", lambda: None)
 
 
-def test_margins_of_a_run(finished):
+def test_margins_of_a_run_use_its_lanes(finished):
     table = pd.read_csv(finished / "searched/margins/margins.csv")
     assert table.perturbation.tolist() == ["lr_spike @10", "weight_noise @10", "weight_noise @12"]
     assert (table.seeds == 6).all()
     outcomes = pd.read_csv(finished / "searched/margins/outcomes.csv")
     assert (outcomes.trained == 1).all()
-    ran = outcomes[outcomes["round"] == 0]
-    assert sorted(set(ran.perturbation)) == sorted({*table.perturbation, "control"})
-    assert not (outcomes[outcomes["round"] > 0].purpose == "scan").any(), "the run had trained what was asked for"
+    of_run = outcomes[outcomes["round"] == 0]
+    assert sorted(set(of_run.perturbation)) == sorted({*table.perturbation, "control"})
+    assert not (outcomes[outcomes["round"] > 0].purpose == "scan").any(), (
+        "a magnitude that the run had trained was trained again"
+    )
     assert (table.evaluations.sum() == (outcomes["round"] > 0).sum()).all()
     metrics = pd.read_csv(finished / "run/metrics.csv")
     stored = metrics[(metrics.perturbation == "lr_spike") & (metrics.magnitude == 30)].set_index("seed").collapse_time
-    known = ran[(ran.perturbation == "lr_spike @10") & (ran.magnitude == 30)].set_index("seed").collapse_time
-    pd.testing.assert_series_equal(stored, known, check_index_type=False)
+    reported = (
+        of_run[(of_run.perturbation == "lr_spike @10") & (of_run.magnitude == 30)].set_index("seed").collapse_time
+    )
+    pd.testing.assert_series_equal(stored, reported, check_index_type=False)
 
 
-def test_a_run_and_a_call_find_the_same_margins(finished):
+def test_a_run_and_a_call_give_the_same_margins(finished):
     spec = parse(SPEC)
     learner = spec.build().program.learner
-    asked = [entry.perturbation for entry in spec.perturbations]
-    called = ja.margin(learner, asked, seeds=6, steps=40, settings=spec.metrics).table
+    perturbations = [entry.perturbation for entry in spec.perturbations]
+    table = ja.margin(learner, perturbations, seeds=6, steps=40, settings=spec.metrics).table
     searched = pd.read_csv(finished / "searched/margins/margins.csv")
-    np.testing.assert_allclose(np.log(called.margin), np.log(searched.margin), atol=0.03)
+    np.testing.assert_allclose(np.log(table.margin), np.log(searched.margin), atol=0.03)
 
 
-def test_a_second_call_trains_nothing_and_a_finer_one_goes_on(finished, run, capsys, monkeypatch):
+def test_a_second_call_trains_nothing_and_a_finer_one_continues(finished, run, capsys, monkeypatch):
     shutil.copytree(finished / "searched/margins", run / "margins")
     before = (run / "margins/outcomes.csv").read_bytes()
     table = (run / "margins/margins.csv").read_bytes()
-    with monkeypatch.context() as closed:
-        closed.setattr(folder.search, "prepare_engine", lambda *a, **k: pytest.fail("something was trained"))
+    with monkeypatch.context() as patch:
+        patch.setattr(folder.search, "prepare_engine", lambda *a, **k: pytest.fail("something was trained"))
         assert cli.main(["margin", "run"]) == 0
     assert capsys.readouterr().out.startswith("perturbation")
     assert (run / "margins/outcomes.csv").read_bytes() == before
@@ -106,46 +110,46 @@ def test_a_second_call_trains_nothing_and_a_finer_one_goes_on(finished, run, cap
     assert len(after) > len(before)
 
 
-def test_a_search_that_kept_auto_is_one_with_the_physics_its_devices_had(finished, run, capsys, monkeypatch):
+def test_a_search_stored_with_auto_physics_is_recognized(finished, run, capsys, monkeypatch):
     shutil.copytree(finished / "searched/margins", run / "margins")
-    kept = run / "margins/search.json"
-    told = json.loads(kept.read_text())
-    assert 'physics = "c"' in told["spec"]
-    told["spec"] = [line.replace('physics = "c"', 'physics = "auto"') for line in told["spec"]]
-    kept.write_text(json.dumps(told))
+    search_file = run / "margins/search.json"
+    search = json.loads(search_file.read_text())
+    assert 'physics = "c"' in search["spec"]
+    search["spec"] = [line.replace('physics = "c"', 'physics = "auto"') for line in search["spec"]]
+    search_file.write_text(json.dumps(search))
     monkeypatch.setattr(folder.search, "prepare_engine", lambda *a, **k: pytest.fail("something was trained"))
     assert cli.main(["margin", "run"]) == 0
     capsys.readouterr()
-    told["environment"]["device_kind"] = "NVIDIA H200"
-    kept.write_text(json.dumps(told))
-    assert "run/margins holds a search with another spec" in refusal(capsys, "margin", "run")
+    search["environment"]["device_kind"] = "NVIDIA H200"
+    search_file.write_text(json.dumps(search))
+    assert "run/margins holds a search with another spec" in cli_error(capsys, "margin", "run")
 
 
 @pytest.mark.exhaustive
-def test_workers_find_what_one_process_finds(run, monkeypatch):
-    backend = Calls()
-    monkeypatch.setattr(folder, "open_backend", backend.opened)
+def test_workers_give_the_results_of_one_process(run, monkeypatch):
+    backend = InProcessBackend()
+    monkeypatch.setattr(folder, "open_backend", backend.open_backend)
     monkeypatch.setattr(cli, "use_cpu_only", lambda: None)
     assert cli.main(["margin", "run", "--on", "local", "-o", "theirs"]) == 0
-    lanes, pools = backend.made[0], backend.made[1:]
+    lanes, pools = backend.submitted[0], backend.submitted[1:]
     assert lanes[1]["settings"]["lanes"] == 9, "half of 6 seeds x 3 perturbations for each worker"
     assert {call.rpartition(":")[2] for call, _ in pools} == {"collapse_times_of"}
     assert cli.main(["margin", "run", "--lanes", "9", "-o", "ours"]) == 0
     for name in ("outcomes.csv", "margins.csv"):
         assert Path("theirs", name).read_bytes() == Path("ours", name).read_bytes()
-    count = len(backend.made)
+    count = len(backend.submitted)
     assert cli.main(["margin", "run", "--on", "local", "-o", "theirs"]) == 0
-    assert len(backend.made) == count, "nothing is left to train"
+    assert len(backend.submitted) == count, "a finished search was trained again"
 
 
 @pytest.mark.parametrize("stop", [1, 4, 9, 16])
-def test_a_search_that_stops_goes_on_to_the_same_end(finished, run, stop, capsys, monkeypatch):
+def test_a_search_that_is_stopped_resumes_to_the_same_end(finished, run, stop, capsys, monkeypatch):
     calls = itertools.count(1)
 
-    def advance(self, *arguments, whole=Engine.advance):
+    def advance(self, *arguments, original=Engine.advance):
         if next(calls) == stop:
             raise KeyboardInterrupt
-        return whole(self, *arguments)
+        return original(self, *arguments)
 
     monkeypatch.setattr(Engine, "advance", advance)
     assert cli.main(["margin", "run"]) == 130
@@ -158,9 +162,9 @@ def test_a_search_that_stops_goes_on_to_the_same_end(finished, run, stop, capsys
     assert sorted(p.name for p in (run / "margins").iterdir()) == ["margins.csv", "outcomes.csv", "search.json"]
 
 
-def test_a_spec_says_what_is_searched_and_where(run, capsys):
-    asked = SPEC[: SPEC.index("[[")] + '[[perturbation]]\nkind = "gradient_mask"\nonset = 12\n'
-    Path("other.toml").write_text(asked)
+def test_a_spec_selects_what_is_searched_and_where(run, capsys):
+    spec = SPEC[: SPEC.index("[[")] + '[[perturbation]]\nkind = "gradient_mask"\nonset = 12\n'
+    Path("other.toml").write_text(spec)
     assert cli.main(["margin", "run", "other.toml", "-o", "masks", "--criterion", "collapse", "--lanes", "4"]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[1].startswith("gradient_mask")
@@ -170,7 +174,7 @@ def test_a_spec_says_what_is_searched_and_where(run, capsys):
     assert not (run / "margins").exists()
 
 
-REFUSED = {
+INVALID_ARGUMENTS = {
     "no folder": (["nowhere"], "there is no such folder"),
     "no run": (["folder"], "folder is not a run's folder"),
     "an unfinished run": (["unfinished"], "is not finished"),
@@ -193,9 +197,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_wrong_input(case, finished, run, capsys):
-    argv, words = REFUSED[case]
+@pytest.mark.parametrize("case", INVALID_ARGUMENTS)
+def test_invalid_arguments_are_refused_in_one_sentence(case, finished, run, capsys):
+    argv, words = INVALID_ARGUMENTS[case]
     for name, (old, new) in {
         "onset": ("onset = 10", "onset = 11"),
         "rate": ("adam = false", "adam = true"),
@@ -220,41 +224,41 @@ def test_wrong_input(case, finished, run, capsys):
     if argv[-1] == "damaged":
         shutil.copytree(finished / "searched/margins", "damaged")
         Path("damaged/outcomes.csv").write_text("round,perturbation\n1,2\n")
-    assert words in refusal(capsys, "margin", *argv)
+    assert words in cli_error(capsys, "margin", *argv)
 
 
 @pytest.mark.slow
-def test_a_search_killed_at_any_instant_goes_on_to_the_same_end(run, tmp_path_factory):
+def test_a_search_killed_at_any_instant_resumes_to_the_same_end(run, tmp_path_factory):
     server, outcomes = Server(tmp_path_factory.mktemp("server")), run / "margins/outcomes.csv"
 
-    def rows():
+    def count_rows():
         return outcomes.read_text().count("\n") if outcomes.exists() else 0
 
-    def killing(target, wait):
+    def kill_at_row(row, wait):
         def watch(pid):
-            while rows() < target and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            while count_rows() < row and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
                 time.sleep(0.002)
             time.sleep(wait)
             os.kill(pid, signal.SIGKILL)
 
         return watch
 
-    draw, landed = random.Random(0), []
+    rng, rows_at_kill = random.Random(0), []
     try:
-        whole = server("margin", run, "-o", "reference")
-        assert whole.code == 0, whole.err
+        reference = server("margin", run, "-o", "reference")
+        assert reference.code == 0, reference.err
         last = Path("reference/outcomes.csv").read_text().count("\n")
-        for target in sorted(draw.sample(range(last), 12)):
-            done = server("margin", run, watch=killing(target, draw.uniform(0, 0.05)))
-            assert "Traceback" not in done.err
-            if done.code == 0:
+        for target in sorted(rng.sample(range(last), 12)):
+            result = server("margin", run, watch=kill_at_row(target, rng.uniform(0, 0.05)))
+            assert "Traceback" not in result.err
+            if result.code == 0:
                 break
-            assert done.code == -signal.SIGKILL
-            landed.append(rows())
+            assert result.code == -signal.SIGKILL
+            rows_at_kill.append(count_rows())
         assert server("margin", run).code == 0
     finally:
         server.close()
-    print("killed with so many rows of outcomes:", landed)
-    assert len(set(landed)) > 5
+    print("killed at rows of outcomes:", rows_at_kill)
+    assert len(set(rows_at_kill)) > 5
     for name in ("outcomes.csv", "margins.csv"):
         assert (run / "margins" / name).read_bytes() == Path("reference", name).read_bytes()

@@ -1,4 +1,4 @@
-"""The driver that hands out a run's batches, with workers that are this process, and vanish where a test says so."""
+"""The driver that distributes a run's batches, with workers in this process that vanish at the tests' request."""
 
 import contextlib
 import errno
@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from small_runs import FEW, assert_same
-from worker_runs import shards
+from small_runs import SHORT_SPEC, assert_runs_equal
+from worker_runs import read_shards
 
 from jaxaudit.execution.engine import Engine
 from jaxaudit.runs import checkpoint
@@ -21,11 +21,11 @@ from jaxaudit.spec.document import parse
 
 pytestmark = pytest.mark.default_compilation
 
-BATCHES = FEW.replace("steps = 20", "steps = 20\nlanes = 2")
-"""Two batches of the baseline, of 5 chunks, and six of the fork group, of 3."""
+BATCHES = SHORT_SPEC.replace("steps = 20", "steps = 20\nlanes = 2")
+"""The baseline has two batches of 5 chunks, and the fork group six of 3."""
 
 
-class Gone(BaseException):
+class WorkerVanished(BaseException):
     pass
 
 
@@ -42,35 +42,37 @@ class Job:
 
 
 @dataclass
-class Here:
-    """Two workers; of each batch, after how many chunks its workers vanish, one after the other.
+class VanishingBackend:
+    """A backend with two workers in this process.
 
-    `silent` batches are trained, and nobody says so.
+    Attributes:
+      vanish: By batch, the numbers of chunks after which its successive workers vanish.
+      silent: The batches that are trained without a report of the result.
     """
 
     vanish: dict[int, list[int]] = field(default_factory=dict)
     silent: tuple[int, ...] = ()
     workers: int = 2
     workers_per_machine: int = 2
-    handed: list[int] = field(default_factory=list)
-    left: int | None = None
+    submitted: list[int] = field(default_factory=list)
+    chunks_left: int | None = None
 
     def submit(self, call, arguments):
         if call.endswith(":begin"):
             return Job(-1, self._performed(durable.begin, arguments))
         number = arguments["number"]
-        self.handed.append(number)
+        self.submitted.append(number)
         onsets = [*Path(arguments["folder"], "checkpoints").glob("onset-*")]
-        assert number < 2 or len(onsets) == 2, "a fork begins from states that stay where they are"
+        assert number < 2 or len(onsets) == 2, "a fork began before the onset's states were in their final place"
         chunks = self.vanish.get(number)
-        self.left = chunks.pop(0) if chunks else None
-        ended = self._performed(train_batch, arguments)
-        return Job(number, None if number in self.silent else ended)
+        self.chunks_left = chunks.pop(0) if chunks else None
+        result = self._performed(train_batch, arguments)
+        return Job(number, None if number in self.silent else result)
 
     def _performed(self, function, arguments):
         try:
             function(**arguments)
-        except Gone:
+        except WorkerVanished:
             return CallResult(lost="gone")
         except Exception as error:
             code, sentence = explain(error)
@@ -78,9 +80,9 @@ class Here:
         return CallResult()
 
     def advance(self, engine, *arguments):
-        if self.left == 0:
-            raise Gone
-        self.left = None if self.left is None else self.left - 1
+        if self.chunks_left == 0:
+            raise WorkerVanished
+        self.chunks_left = None if self.chunks_left is None else self.chunks_left - 1
         return ADVANCE(engine, *arguments)
 
 
@@ -96,12 +98,12 @@ def reference(tmp_path_factory):
 
 @pytest.fixture
 def run(tmp_path, reference, monkeypatch):
-    """Runs by a backend, or goes on with a run."""
+    """Returns a function that runs the spec with a backend, or resumes the run."""
 
-    def train(backend, go_on=False):
+    def train(backend, resume=False):
         monkeypatch.setattr(durable, "open_backend", lambda *_: contextlib.nullcontext(backend))
         monkeypatch.setattr(Engine, "advance", lambda *arguments: backend.advance(*arguments))
-        if go_on:
+        if resume:
             durable.resume(tmp_path / "run", "this process")
         else:
             durable.run(parse(BATCHES), tmp_path / "run", "this process", like=reference)
@@ -111,52 +113,52 @@ def run(tmp_path, reference, monkeypatch):
 
 
 @pytest.mark.exhaustive
-def test_the_baseline_is_first_and_forks_as_soon_as_they_can(run, reference):
-    backend = Here()
-    assert_same(run(backend), reference)
-    assert backend.handed == list(range(8))
+def test_the_baseline_is_first_and_forks_follow_as_soon_as_possible(run, reference):
+    backend = VanishingBackend()
+    assert_runs_equal(run(backend), reference)
+    assert backend.submitted == list(range(8))
 
 
-def test_workers_that_vanish_are_followed_by_others_that_go_on(run, reference, capsys):
-    backend = Here(vanish={0: [2, 2], 4: [0, 1]})
-    assert_same(folder := run(backend), reference)
-    told = shards(folder)
-    assert backend.handed[:3] == [0, 1, 0]
-    assert told[told.batch == 0].from_step.tolist() == [0, 8, 12]
-    assert told[told.batch == 4].from_step.tolist() == [10, 10, 12]
-    assert told[told.batch == 4].outcome.tolist() == ["lost", "lost", "complete"]
+def test_workers_that_vanish_are_replaced_from_the_stored_states(run, reference, capsys):
+    backend = VanishingBackend(vanish={0: [2, 2], 4: [0, 1]})
+    assert_runs_equal(folder := run(backend), reference)
+    shards = read_shards(folder)
+    assert backend.submitted[:3] == [0, 1, 0]
+    assert shards[shards.batch == 0].from_step.tolist() == [0, 8, 12]
+    assert shards[shards.batch == 4].from_step.tolist() == [10, 10, 12]
+    assert shards[shards.batch == 4].outcome.tolist() == ["lost", "lost", "complete"]
     assert "note: batch 0 lost its worker after step 8 (gone)" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive
-def test_two_that_vanish_in_the_same_chunk_are_enough_and_another_run_can_go_on(run, reference):
+def test_two_workers_that_vanish_in_one_chunk_end_the_run(run, reference):
     with pytest.raises(Failed, match=r"batch 3 lost its worker twice after step 12 \(gone\), so it is given up; go on"):
-        run(Here(vanish={3: [1, 0]}))
-    backend = Here()
-    assert_same(run(backend, go_on=True), reference)
-    assert 0 not in backend.handed
+        run(VanishingBackend(vanish={3: [1, 0]}))
+    backend = VanishingBackend()
+    assert_runs_equal(run(backend, go_on=True), reference)
+    assert 0 not in backend.submitted
 
 
 @pytest.mark.exhaustive
-def test_one_taken_for_lost_that_ends_first_is_accepted(run, reference):
-    """A worker that nobody hears of, whose attempt is complete."""
-    backend = Here(silent=(1, 5))
-    assert_same(run(backend), reference)
+def test_a_complete_attempt_of_an_unreported_worker_is_accepted(run, reference):
+    """The driver hears nothing from a worker whose attempt is complete."""
+    backend = VanishingBackend(silent=(1, 5))
+    assert_runs_equal(run(backend), reference)
 
 
 @pytest.mark.exhaustive
-def test_a_full_disk_of_a_worker_is_told_and_the_run_goes_on(run, reference, monkeypatch):
-    def full(*arguments):
+def test_a_full_disk_of_a_worker_is_reported_and_the_run_resumes(run, reference, monkeypatch):
+    def no_space(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(BatchAttempt, "write_rows", full)
+        patch.setattr(BatchAttempt, "write_rows", no_space)
         with pytest.raises(Failed, match="the disk is full"):
-            run(Here())
-    assert_same(run(Here(), go_on=True), reference)
+            run(VanishingBackend())
+    assert_runs_equal(run(VanishingBackend(), go_on=True), reference)
 
 
-def test_what_calls_return_comes_as_they_end():
+def test_results_of_calls_arrive_as_the_calls_end():
     class Echo:
         workers = 2
         lost = 1
@@ -170,20 +172,22 @@ def test_what_calls_return_comes_as_they_end():
     assert sorted(run_calls(Echo(), [("a", {}), ("b", {}), ("c", {})])) == [(0, "a"), (1, "b"), (2, "c")]
     with pytest.raises(UserError, match="no"):
         list(run_calls(Echo(), [("a", {"error": "no", "code": 2})]))
-    always = Echo()
-    always.lost = 2
+    loses_twice = Echo()
+    loses_twice.lost = 2
     with pytest.raises(Failed, match=r"a worker was lost twice \(gone\)"):
-        list(run_calls(always, [("b", {})]))
+        list(run_calls(loses_twice, [("b", {})]))
 
 
-def test_states_of_an_onset_are_those_of_its_whole_name(tmp_path, monkeypatch):
-    """What an attempt has not handed over yet can be read, but may be moved, so nothing is begun from it."""
+def test_states_of_an_onset_are_matched_by_the_entire_name(tmp_path, monkeypatch):
+    """States that an attempt still has can be read but may be moved, so that nothing begins from them."""
     store, name = Folder(tmp_path), "onset-10000000"
-    held = {name: {0}, f"{name}-0001": {1}, "onset-100000000": {2}, f"{name}-0002": {3}}
-    places = [store.checkpoints / n for n in list(held)[:3]] + [store.batches / "0002" / "attempt-001" / f"{name}-0002"]
-    for place in places:
-        place.mkdir(parents=True)
-    monkeypatch.setattr(checkpoint, "lanes", lambda path: held[path.name])
+    seeds_by_name = {name: {0}, f"{name}-0001": {1}, "onset-100000000": {2}, f"{name}-0002": {3}}
+    paths = [store.checkpoints / n for n in list(seeds_by_name)[:3]] + [
+        store.batches / "0002" / "attempt-001" / f"{name}-0002"
+    ]
+    for path in paths:
+        path.mkdir(parents=True)
+    monkeypatch.setattr(checkpoint, "lanes", lambda path: seeds_by_name[path.name])
     assert seeds_at_onset(store, 10_000_000) == {0, 1}
     assert seeds_at_onset(store, 100_000_000) == {2}
-    assert onset_paths(store, 10_000_000, [0, 3]) == [places[0], places[3]]
+    assert onset_paths(store, 10_000_000, [0, 3]) == [paths[0], paths[3]]

@@ -1,4 +1,4 @@
-"""Folders are claimed by one process at a time, files appear whole, and nothing outside a folder is touched."""
+"""Folders are claimed by one process at a time, files are replaced atomically, and nothing outside is changed."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ from jaxaudit.runtime import files
 from jaxaudit.runtime.errors import UserError
 from jaxaudit.runtime.files import LOCK, UNFINISHED, check_contents, claimed, locked, write_text
 
-CLAIMING = """
+CLAIM_SCRIPT = """
 import sys, time
 from pathlib import Path
 from jaxaudit.runtime.files import claimed
@@ -28,9 +28,9 @@ with claimed(Path(sys.argv[1])) as claim:
 
 @pytest.fixture
 def owner(tmp_path):
-    """Another process that has claimed a folder and written to it."""
+    """A process that has claimed a folder and written to it."""
     process = subprocess.Popen(
-        [sys.executable, "-c", CLAIMING, str(tmp_path / "new")], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", CLAIM_SCRIPT, str(tmp_path / "new")], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "claimed\n"
     yield process
@@ -39,22 +39,22 @@ def owner(tmp_path):
     process.stdout.close()
 
 
-def claim_and_fail(path, fill, kept=False):
+def claim_and_fail(path, fill, keep=False):
     with claimed(path) as claim:
         fill(path)
-        if kept:
+        if keep:
             claim.keep()
         raise RuntimeError("no")
 
 
-def test_a_claim_that_is_kept(tmp_path):
+def test_a_claim_that_is_kept_leaves_the_folder_without_lock(tmp_path):
     with claimed(tmp_path / "a" / "new") as claim:
         (tmp_path / "a" / "new" / "mine").write_text("x")
         claim.keep()
     assert sorted(os.listdir(tmp_path / "a" / "new")) == ["mine"]
 
 
-def test_what_a_failure_leaves(tmp_path):
+def test_a_failed_claim_removes_all_it_created(tmp_path):
     (tmp_path / "a").mkdir()
 
     def fill(path):
@@ -63,12 +63,12 @@ def test_what_a_failure_leaves(tmp_path):
 
     with pytest.raises(RuntimeError, match="no"):
         claim_and_fail(tmp_path / "a" / "b" / "new", fill)
-    assert list(tmp_path.rglob("*")) == [tmp_path / "a"], "all that was made is gone, and no more"
+    assert list(tmp_path.rglob("*")) == [tmp_path / "a"], "more or less than what the claim created was removed"
 
 
-def test_a_failure_after_it_was_kept_leaves_everything(tmp_path):
+def test_a_failure_after_keep_leaves_everything(tmp_path):
     with pytest.raises(RuntimeError, match="no"):
-        claim_and_fail(tmp_path / "new", lambda path: (path / "mine").write_text("x"), kept=True)
+        claim_and_fail(tmp_path / "new", lambda path: (path / "mine").write_text("x"), keep=True)
     assert os.listdir(tmp_path / "new") == ["mine"]
 
 
@@ -80,14 +80,14 @@ def test_a_failure_does_not_follow_links(tmp_path):
     assert (tmp_path / "theirs" / "file").read_text() == "x"
 
 
-def test_the_second_leaves_the_firsts_folder_alone(owner, tmp_path):
+def test_a_second_process_leaves_the_firsts_folder_unchanged(owner, tmp_path):
     with pytest.raises(UserError, match="another process is at work on the folder"), claimed(tmp_path / "new"):
-        pytest.fail("it was claimed")
+        pytest.fail("the folder was claimed twice")
     assert (tmp_path / "new" / "theirs").exists()
     assert owner.poll() is None
 
 
-def test_a_dead_owner_keeps_no_lock(owner, tmp_path):
+def test_the_lock_of_a_dead_owner_is_free(owner, tmp_path):
     owner.kill()
     owner.wait()
     with (
@@ -100,14 +100,14 @@ def test_a_dead_owner_keeps_no_lock(owner, tmp_path):
         assert os.listdir(tmp_path / "new") == [LOCK]
 
 
-def test_a_stopped_owner_keeps_its_lock(owner, tmp_path):
+def test_the_lock_of_a_stopped_owner_is_kept(owner, tmp_path):
     owner.send_signal(signal.SIGSTOP)
     with pytest.raises(UserError, match="another process"), claimed(tmp_path / "new", is_leftover=lambda path: True):
         pass
     owner.send_signal(signal.SIGCONT)
 
 
-def test_what_was_being_written_is_left_over(tmp_path):
+def test_unfinished_files_are_removed_at_the_next_claim(tmp_path):
     (tmp_path / f"{UNFINISHED}12-table.csv").write_text("half")
     (tmp_path / f"{UNFINISHED}folder").mkdir()
     with claimed(tmp_path) as claim:
@@ -116,54 +116,57 @@ def test_what_was_being_written_is_left_over(tmp_path):
 
 
 @pytest.mark.parametrize("make", [lambda path: path.write_text("x"), lambda path: path.symlink_to("gone")])
-def test_what_cannot_be_a_folder(make, tmp_path):
+def test_paths_that_cannot_be_folders_are_refused(make, tmp_path):
     make(tmp_path / "new")
     with pytest.raises(UserError, match=r"is not a folder|cannot make the folder"), claimed(tmp_path / "new"):
         pass
     assert os.listdir(tmp_path) == ["new"]
 
 
-def test_parents_that_were_made_are_removed_where_the_folder_cannot_be(tmp_path):
+def test_created_parents_are_removed_if_the_folder_cannot_be_created(tmp_path):
     with pytest.raises(UserError, match="cannot make the folder"), claimed(tmp_path / "a" / "b" / ("long" * 100)):
         pass
     assert os.listdir(tmp_path) == []
 
 
-def test_a_name_that_is_not_utf_8(tmp_path):
-    place = tmp_path / os.fsdecode(b"\xff")
-    with pytest.raises(UserError, match=r"\\xff is not UTF-8"), claimed(place):
+def test_a_name_that_is_not_utf_8_is_refused(tmp_path):
+    folder = tmp_path / os.fsdecode(b"\xff")
+    with pytest.raises(UserError, match=r"\\xff is not UTF-8"), claimed(folder):
         pass
     assert os.listdir(tmp_path) == []
 
 
-def test_a_folder_that_vanishes_while_it_is_claimed_is_made_again(tmp_path, monkeypatch):
-    """Another process, which had made the folder and failed, removes it between its making and its locking here."""
-    before, calls = os.open, []
+def test_a_folder_that_vanishes_while_it_is_claimed_is_created_again(tmp_path, monkeypatch):
+    """Another process, which had created the folder and failed, removes it before this process locks it."""
+    original_open, calls = os.open, []
 
-    def opened(path, *arguments):
+    def open_after_removal(path, *arguments):
         if str(path).endswith(LOCK) and not calls:
             calls.append(path)
             (tmp_path / "new").rmdir()
-        return before(path, *arguments)
+        return original_open(path, *arguments)
 
-    monkeypatch.setattr(files.os, "open", opened)
+    monkeypatch.setattr(files.os, "open", open_after_removal)
     with claimed(tmp_path / "new") as claim:
         claim.keep()
     assert calls
     assert (tmp_path / "new").is_dir()
 
 
-def test_a_lock_that_vanishes_while_it_is_taken_is_no_lock(tmp_path, monkeypatch):
-    """The one who had it removes its file between the opening and the locking here: others would lock another file."""
-    before, calls = files.fcntl.flock, []
+def test_a_lock_file_that_vanishes_while_it_is_locked_is_created_again(tmp_path, monkeypatch):
+    """The previous owner removes its lock file after this process opened it.
 
-    def locking(descriptor, how):
+    Other processes would lock another file.
+    """
+    original_flock, calls = files.fcntl.flock, []
+
+    def flock_after_removal(descriptor, operation):
         if not calls:
             calls.append(descriptor)
             (tmp_path / LOCK).unlink()
-        return before(descriptor, how)
+        return original_flock(descriptor, operation)
 
-    monkeypatch.setattr(files.fcntl, "flock", locking)
+    monkeypatch.setattr(files.fcntl, "flock", flock_after_removal)
     with locked(tmp_path, "it"):
         assert (tmp_path / LOCK).exists()
         with pytest.raises(UserError, match="another process is at work on it"), locked(tmp_path, "it"):
@@ -171,13 +174,13 @@ def test_a_lock_that_vanishes_while_it_is_taken_is_no_lock(tmp_path, monkeypatch
     assert os.listdir(tmp_path) == []
 
 
-def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
-    """Processes of one machine are kept apart all the same, and a note says that others are not."""
+def test_a_file_system_without_locks_still_separates_local_processes(tmp_path, monkeypatch, capsys):
+    """Processes of one machine exclude each other, and a note says that those of other machines do not."""
 
-    def refused(descriptor, how):
+    def no_locks(descriptor, operation):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(files.fcntl, "flock", refused)
+    monkeypatch.setattr(files.fcntl, "flock", no_locks)
     with locked(tmp_path, "it"):
         assert "has no locks, so processes of other machines are not kept" in capsys.readouterr().err
         with pytest.raises(UserError, match="another process is at work on it"), locked(tmp_path, "it"):
@@ -186,7 +189,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
         pass
 
 
-def test_a_lock_that_is_a_link(tmp_path):
+def test_a_lock_that_is_a_link_is_refused(tmp_path):
     (tmp_path / "theirs").write_text("x")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / LOCK).symlink_to(tmp_path / "theirs")
@@ -195,27 +198,27 @@ def test_a_lock_that_is_a_link(tmp_path):
     assert (tmp_path / "theirs").read_text() == "x"
 
 
-def test_ten_at_once_one_has_it(tmp_path):
-    """Each starts within a tenth of a second of the others, as its imports happen to take."""
+def test_only_one_of_ten_concurrent_processes_claims_a_folder(tmp_path):
+    """The processes start within a tenth of a second of each other, depending on their imports."""
     new = str(tmp_path / "new")
-    started = [
+    processes = [
         subprocess.Popen(
-            [sys.executable, "-c", CLAIMING, new, "keep"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", CLAIM_SCRIPT, new, "keep"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         for _ in range(10)
     ]
     deadline = time.monotonic() + 60
-    while sum(one.poll() is None for one in started) > 1 and time.monotonic() < deadline:
+    while sum(process.poll() is None for process in processes) > 1 and time.monotonic() < deadline:
         time.sleep(0.02)
-    (owner,) = [one for one in started if one.poll() is None]
+    (owner,) = [process for process in processes if process.poll() is None]
     owner.kill()
-    ends = [one.communicate() for one in started]
-    assert sum("claimed" in out for out, _ in ends) == 1
-    assert sum("another process is at work on the folder" in err for _, err in ends) == 9
+    outputs = [process.communicate() for process in processes]
+    assert sum("claimed" in out for out, _ in outputs) == 1
+    assert sum("another process is at work on the folder" in err for _, err in outputs) == 9
     assert (tmp_path / "new" / "theirs").exists()
 
 
-def test_a_text_is_put_in_its_place_and_a_link_is_replaced(tmp_path):
+def test_text_is_written_atomically_and_replaces_links(tmp_path):
     (tmp_path / "theirs").write_text("theirs")
     (tmp_path / "table").symlink_to(tmp_path / "theirs")
     (tmp_path / f"{UNFINISHED}{os.getpid()}-table").symlink_to(tmp_path / "theirs")
@@ -226,26 +229,26 @@ def test_a_text_is_put_in_its_place_and_a_link_is_replaced(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["table", "theirs"]
 
 
-def linked(place, target):
-    place.symlink_to(target)
+def make_link(path, target):
+    path.symlink_to(target)
 
 
-def piped(place, target):
-    os.mkfifo(place)
+def make_pipe(path, target):
+    os.mkfifo(path)
 
 
 @pytest.mark.parametrize(
-    ("make", "words"), [(linked, "is a link, and"), (piped, "neither a file nor a folder")], ids=["link", "pipe"]
+    ("make", "words"), [(make_link, "is a link, and"), (make_pipe, "neither a file nor a folder")], ids=["link", "pipe"]
 )
-@pytest.mark.parametrize("where", ["top", "a/b/deep"])
-def test_a_folder_holds_files_and_folders_alone(make, words, where, tmp_path):
-    (tmp_path / "run" / where).parent.mkdir(parents=True)
-    make(tmp_path / "run" / where, tmp_path)
+@pytest.mark.parametrize("location", ["top", "a/b/deep"])
+def test_a_folder_with_links_or_pipes_is_refused(make, words, location, tmp_path):
+    (tmp_path / "run" / location).parent.mkdir(parents=True)
+    make(tmp_path / "run" / location, tmp_path)
     with pytest.raises(UserError, match=words):
         check_contents(tmp_path / "run")
 
 
-def test_a_folder_may_be_a_link_and_have_hard_links_inside(tmp_path):
+def test_a_folder_may_be_a_link_and_may_contain_hard_links(tmp_path):
     (tmp_path / "run" / "a").mkdir(parents=True)
     (tmp_path / "run" / "a" / "file").write_text("x")
     os.link(tmp_path / "run" / "a" / "file", tmp_path / "run" / "file")
@@ -265,20 +268,20 @@ def test_a_folder_may_be_a_link_and_have_hard_links_inside(tmp_path):
         (b"{}" + b" " * files.MAX_FILE_BYTES, "is larger than 32 MiB"),
     ],
 )
-def test_what_is_no_object_of_json(content, words, tmp_path):
+def test_what_is_no_json_object_is_refused(content, words, tmp_path):
     (tmp_path / "file.json").write_bytes(content)
     with pytest.raises(UserError, match=words):
         files.read_object(tmp_path / "file.json")
 
 
-def test_a_pipe_is_not_waited_for(tmp_path):
+def test_a_pipe_is_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="is not a file"):
         files.read_text(tmp_path / "pipe")
 
 
 @pytest.mark.parametrize(
-    ("key", "refused"),
+    ("key", "is_refused"),
     [
         (".".join("a" * 65), True),
         (" . ".join(['"a b"', "'c.d'", "e-f"] * 22), True),
@@ -287,18 +290,18 @@ def test_a_pipe_is_not_waited_for(tmp_path):
         ('"' + "." * 5000 + '"', False),
     ],
 )
-def test_keys_of_many_parts(key, refused):
+def test_keys_with_many_parts_are_refused(key, is_refused):
     text = key if key.startswith("[") else f"{key} = 1"
-    begun = time.monotonic()
-    if refused:
+    start = time.monotonic()
+    if is_refused:
         with pytest.raises(UserError, match="here has a key of more than 64 dotted parts"):
             files.parse_toml(text, "here")
     else:
         assert files.parse_toml(text, "here")
-    assert time.monotonic() - begun < 1
+    assert time.monotonic() - start < 1
 
 
-def test_a_megabyte_of_anything_is_looked_through_at_once():
+def test_a_megabyte_of_any_text_is_searched_fast():
     for text in (
         "a" * 10**6,
         "a." * 30 * 10_000,
@@ -307,6 +310,6 @@ def test_a_megabyte_of_anything_is_looked_through_at_once():
         f"x = [{'0.5, ' * 200_000}]",
         "'a." * 300_000,
     ):
-        begun = time.monotonic()
+        start = time.monotonic()
         files._DEEP_KEY.search(text)
-        assert time.monotonic() - begun < 2, text[:10]
+        assert time.monotonic() - start < 2, text[:10]

@@ -1,4 +1,4 @@
-"""Which products of float32 matrices a program leaves to a device's faster, coarser units, and which never."""
+"""Which float32 matrix products may use a device's faster, less precise units, and which never do."""
 
 import dataclasses
 import functools
@@ -50,8 +50,8 @@ evaluation_episodes = 1
 FULL, TF32 = "HIGHEST", "HIGH"
 
 
-class Moved(Env):
-    """A linear system, whose step and reset multiply matrices."""
+class LinearSystem(Env):
+    """A linear system whose step and reset multiply matrices."""
 
     observation_size, action_size, backend = 3, 2, "none"
 
@@ -64,18 +64,18 @@ class Moved(Env):
         return state.replace(obs=x, reward=x.sum())
 
 
-def products(function, *arguments):
-    """The precisions of the products of float32 matrices that a function is traced to."""
-    found = set()
+def matmul_precisions(function, *arguments):
+    """Returns the precisions of the float32 matrix products in a function's trace."""
+    precisions = set()
     for equation in equations(jax.make_jaxpr(function)(*arguments).jaxpr):
         if equation.primitive.name == "dot_general" and equation.invars[0].aval.dtype == jnp.float32:
-            chosen = equation.params["precision"]
-            found.add(None if chosen is None else chosen[0].name)
-    return found
+            precision = equation.params["precision"]
+            precisions.add(None if precision is None else precision[0].name)
+    return precisions
 
 
 @pytest.mark.parametrize(
-    ("devices", "wanted", "resolved"),
+    ("devices", "requested", "resolved"),
     [
         ([CPU], "float32", None),
         ([CPU, CPU], "tf32", None),
@@ -84,13 +84,13 @@ def products(function, *arguments):
         ([SimpleNamespace(platform="tpu")], "float32", "float32"),
     ],
 )
-def test_what_is_resolved(devices, wanted, resolved):
-    assert tracing.resolve_precision(devices, wanted) == resolved
+def test_the_precision_depends_on_devices_and_jaxs_setting(devices, requested, resolved):
+    assert tracing.resolve_precision(devices, requested) == resolved
     with jax.default_matmul_precision("high"):
-        assert tracing.resolve_precision(devices, wanted) == "high"
+        assert tracing.resolve_precision(devices, requested) == "high"
 
 
-def test_another_precision_is_refused():
+def test_unknown_precisions_are_refused():
     with pytest.raises(ValueError, match="matmul_precision must be 'float32' or 'tf32', not 'half'"):
         tracing.resolve_precision([CPU], "half")
     with pytest.raises(UserError, match="matmul_precision"):
@@ -101,39 +101,39 @@ def test_another_precision_is_refused():
     ("resolved", "networks", "physics"),
     [(None, None, None), ("float32", FULL, FULL), ("tf32", TF32, FULL), ("high", TF32, TF32)],
 )
-def test_networks_may_be_coarser_and_physics_not(resolved, networks, physics):
-    episodes, layer = Episodes(Moved(), 2, 10), nn.Dense(4)
+def test_networks_may_be_less_precise_than_physics(resolved, networks, physics):
+    episodes, layer = Episodes(LinearSystem(), 2, 10), nn.Dense(4)
     params = layer.init(jax.random.key(0), jnp.ones((2, 3)))
 
-    def traced(function):
-        def inside(*arguments):
+    def with_resolved(function):
+        def wrapped(*arguments):
             with tracing.with_precision(resolved):
                 return function(*arguments)
 
-        return inside
+        return wrapped
 
-    def stepped(key):
+    def step_once(key):
         return episodes.step(episodes.init(key), key, jnp.ones((2, 2)), Taps())
 
-    def played(key):
-        return evaluate(Moved(), lambda x: x[:, :2], key, 2, 3)
+    def evaluate_once(key):
+        return evaluate(LinearSystem(), lambda x: x[:, :2], key, 2, 3)
 
-    def trained(params, x):
+    def gradient(params, x):
         return jax.grad(lambda params: jnp.sum(layer.apply(params, x)))(params)
 
     key = jax.random.key(0)
-    assert products(traced(trained), params, jnp.ones((2, 3))) == {networks}
-    assert products(traced(stepped), key) == {physics}
-    assert products(traced(played), key) == {physics}
+    assert matmul_precisions(with_resolved(gradient), params, jnp.ones((2, 3))) == {networks}
+    assert matmul_precisions(with_resolved(step_once), key) == {physics}
+    assert matmul_precisions(with_resolved(evaluate_once), key) == {physics}
 
 
-@pytest.mark.parametrize("lowered", ["tf32", "tensorfloat32"])
-def test_figures_of_the_kernels_are_never_coarser(lowered):
-    with tracing.with_precision(lowered):
+@pytest.mark.parametrize("precision", ["tf32", "tensorfloat32"])
+def test_statistics_of_the_kernels_have_full_precision(precision):
+    with tracing.with_precision(precision):
         stack = {"w": jnp.ones((3, 4, 5))}
-        assert products(coherence.dominant_share, stack) == {FULL}
-        assert products(linear_algebra.singular_values, jnp.ones((4, 3))) == {FULL}
-        assert products(lambda key: linear_algebra.orthogonal(key, (4, 3)), jax.random.key(0)) == {FULL}
+        assert matmul_precisions(coherence.dominant_share, stack) == {FULL}
+        assert matmul_precisions(linear_algebra.singular_values, jnp.ones((4, 3))) == {FULL}
+        assert matmul_precisions(lambda key: linear_algebra.orthogonal(key, (4, 3)), jax.random.key(0)) == {FULL}
 
 
 @pytest.mark.parametrize(
@@ -144,47 +144,47 @@ def test_figures_of_the_kernels_are_never_coarser(lowered):
         ("tf32", {TF32, FULL}),
     ],
 )
-def test_a_whole_grid_is_traced_with_the_programs_precision(resolved, expected):
+def test_a_grid_is_traced_with_the_programs_precision(resolved, expected):
     grid = parse(PPO).build()
     assert grid.program.matmul_precision is None
-    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs(grid))
+    input_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs(grid))
     program = dataclasses.replace(grid.program, matmul_precision=resolved)
-    assert products(functools.partial(run, program), given) | {FULL} == expected
+    assert matmul_precisions(functools.partial(run, program), input_shapes) | {FULL} == expected
 
 
 @dataclasses.dataclass(frozen=True)
 class MultiplyingWatch:
-    """A monitor that multiplies matrices, in a program of a learner that does not."""
+    """A monitor that multiplies matrices, in the program of a learner that does not."""
 
     provenance: str = ""
 
     def begin(self):
         return jnp.eye(3)
 
-    def follow(self, following, telemetry):
-        return following @ following, telemetry["performance"]
+    def follow(self, state, telemetry):
+        return state @ state, telemetry["performance"]
 
 
 @pytest.mark.parametrize(("resolved", "expected"), [(None, None), ("float32", FULL), ("tf32", FULL), ("high", TF32)])
-def test_a_monitor_in_the_program_is_never_coarser_unless_jax_is_told_so(resolved, expected):
+def test_a_monitor_has_full_precision_unless_jax_is_configured_otherwise(resolved, expected):
     grid = ja.plan(quadratic(None), [], seeds=1, steps=3, watch=lambda *_: MultiplyingWatch())
     program = dataclasses.replace(grid.program, matmul_precision=resolved)
-    found = products(functools.partial(run, program), inputs(grid))
-    assert found - {FULL} == {expected} - {FULL}, "the learner's cosines name their precision"
-    assert expected in found
+    precisions = matmul_precisions(functools.partial(run, program), inputs(grid))
+    assert precisions - {FULL} == {expected} - {FULL}, "the learner's cosines set their own precision"
+    assert expected in precisions
 
 
-def test_what_a_setting_becomes_on_a_gpu(monkeypatch):
-    """The devices are this machine's; only what is asked of them is a GPU's."""
-    monkeypatch.setattr(tracing, "resolve_precision", lambda devices, wanted: wanted)
-    for told in ("float32", "tf32"):
+def test_a_setting_takes_effect_on_gpus(monkeypatch):
+    """The devices are this machine's. Only the resolution of the precision pretends to be on GPUs."""
+    monkeypatch.setattr(tracing, "resolve_precision", lambda devices, requested: requested)
+    for precision in ("float32", "tf32"):
         assert (
-            parse(PPO.replace("[audit]", f'[audit]\nmatmul_precision = "{told}"')).build().program.matmul_precision
-            == told
+            parse(PPO.replace("[audit]", f'[audit]\nmatmul_precision = "{precision}"')).build().program.matmul_precision
+            == precision
         )
     assert parse(PPO).build().program.matmul_precision == "float32"
-    given = {"seeds": 1, "steps": 3, "matmul_precision": "tf32"}
-    assert ja.plan(quadratic(None), [], **given).program.matmul_precision == "tf32"
+    arguments = {"seeds": 1, "steps": 3, "matmul_precision": "tf32"}
+    assert ja.plan(quadratic(None), [], **arguments).program.matmul_precision == "tf32"
 
 
 @pytest.mark.exhaustive
@@ -201,15 +201,15 @@ def test_monitors_are_fitted_and_score_in_float32(monkeypatch):
         lambda y: _scan_runs(chart, None, reference, y, y),
     )
     for call in calls:
-        assert None in products(call, y)
-    monkeypatch.setattr(tracing, "resolve_precision", lambda devices, wanted: wanted)
+        assert None in matmul_precisions(call, y)
+    monkeypatch.setattr(tracing, "resolve_precision", lambda devices, requested: requested)
     jax.clear_caches()
     for call in calls:
-        assert products(call, y) == {FULL}
+        assert matmul_precisions(call, y) == {FULL}
 
 
 @pytest.mark.exhaustive
-def test_the_precision_is_stored_and_part_of_what_replay_compares(tmp_path):
+def test_the_precision_is_stored_and_compared_by_replay(tmp_path):
     durable.run(parse(SPEC), tmp_path / "run")
     path = tmp_path / "run" / "environment.json"
     stored = json.loads(path.read_text())

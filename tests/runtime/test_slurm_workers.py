@@ -1,12 +1,12 @@
-"""Runs by Slurm's jobs, where Slurm is four scripts on this machine that submitit cannot tell from it."""
+"""Runs of Slurm jobs, where scripts on this machine replace Slurm's commands."""
 
 import os
 import sys
 from pathlib import Path
 
 import pytest
-from small_runs import assert_same
-from worker_runs import PAUSED, plug_in, through_accidents, wait_for, whole
+from small_runs import assert_runs_equal
+from worker_runs import PAUSED_SPEC, install_plugin, run_in_one_process, run_through_failures, wait_for
 
 from jaxaudit.runs import lifecycle as durable
 from jaxaudit.runtime import backends
@@ -16,8 +16,8 @@ from jaxaudit.spec.document import parse
 
 pytestmark = pytest.mark.slow
 
-SPEC = PAUSED.format(pause=0.1).replace("[1.0, 0.1]", "1.0").replace("[6, 12]", "6")
-TWO = Workers("slurm", count=2)
+SPEC = PAUSED_SPEC.format(pause=0.1).replace("[1.0, 0.1]", "1.0").replace("[6, 12]", "6")
+TWO_WORKERS = Workers("slurm", count=2)
 
 SCRIPTS = {
     "sbatch": """
@@ -58,37 +58,37 @@ os.killpg(int((root / f"{sys.argv[1]}.pid").read_text()), 9)
 
 @pytest.fixture(autouse=True)
 def slurm(tmp_path, monkeypatch):
-    """A Slurm on the path, which asks about jobs every second."""
-    place = tmp_path / "slurm"
-    place.mkdir()
+    """Puts the scripts on the path, and polls jobs every second."""
+    folder = tmp_path / "slurm"
+    folder.mkdir()
     for name, text in SCRIPTS.items():
-        script = place / name
-        begin = f"#!{sys.executable}\nimport os, pathlib, subprocess, sys\nroot = pathlib.Path({str(place)!r})"
+        script = folder / name
+        begin = f"#!{sys.executable}\nimport os, pathlib, subprocess, sys\nroot = pathlib.Path({str(folder)!r})"
         script.write_text(begin + text)
         script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{place}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(backends, "SLURM_POLL_SECONDS", 1.0)
-    for name, value in plug_in(tmp_path / "plugin").items():
+    for name, value in install_plugin(tmp_path / "plugin").items():
         monkeypatch.setenv(name, value)
-    return place
+    return folder
 
 
-def test_a_lost_job_and_one_that_slurm_sends_away(slurm, tmp_path, capsys):
+def test_a_lost_and_a_requeued_job_finish_the_run(slurm, tmp_path, capsys):
     folder = tmp_path / "run"
-    through_accidents(SPEC, folder, TWO)
-    assert_same(folder, whole(SPEC, folder, tmp_path))
-    assert capsys.readouterr().err.count("lost its worker") == 1, "what Slurm queues again itself is not lost"
-    assert len(list(slurm.glob("*.pid"))) == 6, "the plan, four batches, and one of them again"
+    run_through_failures(SPEC, folder, TWO_WORKERS)
+    assert_runs_equal(folder, run_in_one_process(SPEC, folder, tmp_path))
+    assert capsys.readouterr().err.count("lost its worker") == 1, "a job that Slurm requeues was counted as lost"
+    assert len(list(slurm.glob("*.pid"))) == 6, "expected the plan, four batches, and a second job of one batch"
 
 
 def test_an_error_of_the_program_cancels_the_other_jobs(slurm, tmp_path):
-    with pytest.raises(Failed, match="the accident of a test"):
-        durable.run(parse(SPEC.replace("pause = 0.1", "fails_at = 4")), tmp_path / "run", TWO)
-    begun = [path for path in slurm.glob("*.pid") if not path.with_suffix(".code").exists()]
-    wait_for(lambda: not [path for path in begun if alive(int(path.read_text()))], 10)
+    with pytest.raises(Failed, match="a failure on purpose"):
+        durable.run(parse(SPEC.replace("pause = 0.1", "fails_at = 4")), tmp_path / "run", TWO_WORKERS)
+    running = [path for path in slurm.glob("*.pid") if not path.with_suffix(".code").exists()]
+    wait_for(lambda: not [path for path in running if is_alive(int(path.read_text()))], 10)
 
 
-def alive(pid):
+def is_alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Imported by a process, it makes no reports: they take seconds, of importing too, and are tested elsewhere."""
+"""A process that imports this module writes no reports. Reports take seconds, and are tested elsewhere."""
 
 import sys
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""Where the tests' files lie."""
+"""The directories of the tests' files."""
 
 from pathlib import Path
 

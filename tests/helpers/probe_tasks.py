@@ -1,4 +1,4 @@
-"""Tasks whose values are known, and training on them."""
+"""Tasks whose values are known in closed form, and the training of agents on them."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import numpy as np
 from jaxaudit.core.taps import Taps
 from jaxaudit.tasks._brax import Env, State
 
-PLAIN = {
+UNNORMALIZED_SETTINGS = {
     "num_envs": 4,
     "rollout_length": 32,
     "minibatch_size": 64,
@@ -17,11 +17,14 @@ PLAIN = {
     "evaluations": 0,
     "telemetry": "basic",
 }
-"""Settings of small learners that see rewards and observations as they are."""
+"""Settings of small learners that use rewards and observations without normalization."""
 
 
-class Probe(Env):
-    """One observation, one action: the reward is `reward(action)`, and an episode ends at every step or never."""
+class ProbeTask(Env):
+    """A task with one observation and one action.
+
+    The reward is `reward(action)`, and an episode ends at every step or never.
+    """
 
     cheap_reset = True
     action_low = np.array([-2.0], np.float32)
@@ -39,7 +42,7 @@ class Probe(Env):
 
 
 def train(agent, iterations):
-    """The state of an agent after some iterations, and its telemetry, `[iterations]`."""
+    """Returns an agent's state after some iterations, and its telemetry `[iterations]`."""
 
     def iterate(carry, index):
         return agent.step(carry, jax.random.fold_in(jax.random.key(1), index), Taps(index, iterations))

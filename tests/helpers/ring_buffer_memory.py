@@ -1,8 +1,8 @@
-"""A run of a learner with a ring buffer, and how its memory compares with the plan printed before; one JSON object.
+"""Trains a run whose learner has a ring buffer, and compares its memory with the plan that the run printed.
 
-    python ring.py TRANSITIONS SEEDS DEVICES LANES
+    python ring_buffer_memory.py TRANSITIONS SEEDS DEVICES LANES
 
-Each lane holds TRANSITIONS of 42 float32 (a transition of HalfCheetah: 17 + 6 + 1 + 17 + 1).
+Prints one JSON object. Each lane has TRANSITIONS of 42 float32 (a transition of HalfCheetah: 17 + 6 + 1 + 17 + 1).
 """
 
 import json
@@ -34,16 +34,16 @@ class RingSettings:
     transitions: int
 
 
-def ring(task, transitions):
-    """Writes a hundred transitions a step and draws a batch of 256 from all."""
+def ring_buffer_learner(task, transitions):
+    """Writes a hundred transitions a step, and samples a batch of 256 from all."""
 
     def init(key):
         return {"buffer": jnp.zeros((transitions, WIDTH)), "x": jax.random.normal(key, (WIDTH,))}
 
     def step(state, key, taps):
         x = taps("params", state["x"])
-        at = taps.step * 100 % (transitions - 100)
-        buffer = jax.lax.dynamic_update_slice(state["buffer"], jnp.tile(x, (100, 1)), (at, 0))
+        start = taps.step * 100 % (transitions - 100)
+        buffer = jax.lax.dynamic_update_slice(state["buffer"], jnp.tile(x, (100, 1)), (start, 0))
         batch = buffer[jax.random.randint(key, (256,), 0, transitions)]
         x = 0.9 * x + 1e-3 * batch.mean(axis=0)
         return {"buffer": buffer, "x": x}, {"performance": -jnp.sum(x**2)}
@@ -51,11 +51,11 @@ def ring(task, transitions):
     return ja.Learner(init, step, name="ring")
 
 
-ring.settings = RingSettings
+ring_buffer_learner.settings = RingSettings
 
 
-def status(name):
-    """Bytes, by the kernel's accounts."""
+def memory_status(name):
+    """Returns a field of the kernel's process status, in bytes."""
     fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields[name].split()[0]) * 1024
 
@@ -64,17 +64,17 @@ def main():
     transitions, seeds, devices, lanes = sys.argv[1:]
     jax.config.update("jax_num_cpu_devices", int(devices))
     from jaxaudit.runs import lifecycle as durable
-    from jaxaudit.runs import local_trainer as here
+    from jaxaudit.runs import local_trainer as local_trainer
     from jaxaudit.spec.document import parse
 
-    registry.learners.register("ring", ring)
-    before, lines = [], []
-    tell = here._print_plan
+    registry.learners.register("ring", ring_buffer_learner)
+    resident, lines = [], []
+    print_plan = local_trainer._print_plan
 
-    def noting(*arguments):
-        tell(*arguments)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-        before.append(status("VmRSS"))
+    def print_and_measure(*arguments):
+        print_plan(*arguments)
+        Path("/proc/self/clear_refs").write_text("5")  # count the peak from here
+        resident.append(memory_status("VmRSS"))
 
     class Lines:
         def write(self, text):
@@ -86,18 +86,18 @@ def main():
         def isatty(self):
             return False
 
-    here._print_plan = noting
+    local_trainer._print_plan = print_and_measure
     sys.stderr, stderr = Lines(), sys.stderr
     spec = parse(SPEC.format(seeds=seeds, lanes=lanes, transitions=transitions))
     with tempfile.TemporaryDirectory() as folder:
         durable.run(spec, Path(folder) / "run")
-    peak = status("VmHWM") - before[0]  # beyond what the process had when the plan was told
+    peak = memory_status("VmHWM") - resident[0]  # beyond what the process had when the plan was printed
     sys.stderr = stderr
     size = r"([\d.]+) (\w+)"
-    told = re.search(rf"expected memory: {size} \({size} of it in use now\), {size} a lane, (.*)", "".join(lines))
+    printed = re.search(rf"expected memory: {size} \({size} of it in use now\), {size} a lane, (.*)", "".join(lines))
     units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-    total, held, lane = (float(told[i]) * units[told[i + 1]] for i in (1, 3, 5))
-    print(json.dumps({"expected": total - held, "lane": lane, "batches": told[7], "peak": peak}))
+    total, in_use, lane_size = (float(printed[i]) * units[printed[i + 1]] for i in (1, 3, 5))
+    print(json.dumps({"expected": total - in_use, "lane": lane_size, "batches": printed[7], "peak": peak}))
 
 
 if __name__ == "__main__":

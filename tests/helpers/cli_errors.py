@@ -1,4 +1,4 @@
-"""Commands that fail by the user's fault: one sentence, and all is left as it was."""
+"""Commands that fail because of a user's error: they print one sentence, and change no file."""
 
 import hashlib
 from pathlib import Path
@@ -6,17 +6,17 @@ from pathlib import Path
 from jaxaudit.cli import main as cli
 
 
-def contents(folder: Path) -> dict[str, str]:
-    """Every path below a folder, with what it holds."""
+def folder_digests(folder: Path) -> dict[str, str]:
+    """Returns every path below a folder, with a digest of its content."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
         for path in sorted(folder.rglob("*"))
     }
 
 
-def refusal(capsys, *argv: str) -> str:
-    """The sentence of a command that fails by the user's fault and leaves everything as it was."""
-    before = contents(Path.cwd())
+def cli_error(capsys, *argv: str) -> str:
+    """Asserts that a command fails with one sentence and changes no file, and returns the sentence."""
+    before = folder_digests(Path.cwd())
     code = cli.main(argv)
     out, err = capsys.readouterr()
     assert code == 2, err
@@ -25,5 +25,5 @@ def refusal(capsys, *argv: str) -> str:
     assert err.endswith("\n")
     assert len(err.splitlines()) == 1
     assert "Traceback" not in err
-    assert contents(Path.cwd()) == before
+    assert folder_digests(Path.cwd()) == before
     return err
