@@ -68,13 +68,42 @@ def _default(setting: dataclasses.Field) -> str:
     return "(required)"
 
 
+_DIALOGUES = "dialogues but dpo"
+REMEDY_LEARNERS = {
+    "adam_rel": "all but sac, td3",
+    "adaptive_entropy": _DIALOGUES,
+    "clip_cov": "dialogues but dpo, gspo, rloo",
+    "clip_higher": f"ppo, {_DIALOGUES}",
+    "critic_layer_norm": "ppo, trpo, sac, td3",
+    "decoupled_lambda": "ppo, trpo, ppo_lm",
+    "dual_clip": _DIALOGUES,
+    "kl_cov": "dialogues but dpo, gspo, rloo",
+    "kl_in_both": _DIALOGUES,
+    "kl_in_reward": _DIALOGUES,
+    "kl_off_policy": _DIALOGUES,
+    "length_adaptive_lambda": "ppo_lm",
+    "masked_importance": _DIALOGUES,
+    "sequence_mask": _DIALOGUES,
+    "target_kl_stop": f"ppo, {_DIALOGUES}",
+    "truncated_importance": _DIALOGUES,
+    "value_pretraining": "ppo_lm",
+}
+"""The learners of this package that a remedy fits, where these are not all of them."""
+
+
 def remedies() -> list[str]:
-    """Returns a line for each remedy: the site at which it acts, its default strength, and its neutral strength."""
-    rows = [("name", "acts on", "strength", "neutral", "what it does")]
+    """Returns a line for each remedy: where it acts, its default and neutral strengths, and the learners it fits.
+
+    Which learners a remedy of another package fits is not known.
+    """
+    rows = [("name", "acts on", "strength", "neutral", "learners", "what it does")]
     for name in registry.remedies:
         kind = registry.remedies[name]
         neutral = "" if kind.neutral is None else f"{kind.neutral:g}"
-        rows.append((name, kind.site or "settings", f"{kind.strength:g}", neutral, first_docstring_line(kind)))
+        is_own = str(getattr(kind, "__module__", "")).startswith("jaxaudit.")
+        learners_cell = REMEDY_LEARNERS.get(name, "all") if is_own else ""
+        site = kind.site or "settings"
+        rows.append((name, site, f"{kind.strength:g}", neutral, learners_cell, first_docstring_line(kind)))
     return align_columns(rows)
 
 

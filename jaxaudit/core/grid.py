@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxaudit.core.learner import Channel, Learner
-from jaxaudit.core.perturbation import Chain, Condition, Kind, Perturbation, conditions, control
+from jaxaudit.core.perturbation import Chain, Condition, Kind, Perturbation, check_perturbations, conditions, control
 from jaxaudit.core.program import Execution, InLoopMonitor, Lanes, Program, telemetry_shapes
 from jaxaudit.core.sites import Sites, find_sites
 from jaxaudit.core.taps import OFFERED, Disturbance, Slot, Windows
@@ -124,6 +124,7 @@ def plan(
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be a positive whole number, not {steps!r}")
     seed_values = _seeds(seeds)
+    check_perturbations(perturbations)
     disturbed = conditions(perturbations, steps)
     sites = find_sites(learner, steps)
     columns: list[Condition] = []

@@ -308,6 +308,17 @@ class Condition:
         return float(self.parts[self.swept].neutral) if self.parts else math.nan
 
 
+def check_perturbations(perturbations: Any) -> None:
+    """Raises ValueError for a single perturbation or chain in place of a sequence of them, or for a kind of them."""
+    if isinstance(perturbations, Perturbation | Chain | Kind):
+        raise ValueError(
+            f"perturbations must be a list, such as [{perturbations.name}(...)], not a single perturbation"
+        )
+    for perturbation in perturbations:
+        if isinstance(perturbation, Kind):
+            raise ValueError(f"'{perturbation.name}' is a kind of perturbation; call it: {perturbation.name}()")
+
+
 def conditions(perturbations: Sequence[Perturbation | Chain], steps: int) -> list[Condition]:
     """Returns the conditions of a grid: for each perturbation or chain, all combinations of its swept magnitudes.
 

@@ -165,7 +165,7 @@ def remedy_misfit(kind: RemedyKind, sites: Sites) -> str | None:
         known = ", ".join(sorted(sites))
         return (
             f"remedy '{kind.name}' acts at site '{kind.site}', which the learner does not "
-            f"tap{sites.reason_absent(kind.site)}; its sites: {known}"
+            f"tap{sites.reason_absent(kind.site)}; its sites: {known}; in a jaxaudit.Optimizer: {', '.join(HOOKS)}"
         )
     points = sites.remedy_points[kind.site].values()
     offered = frozenset.intersection(*(frozenset(point.context) for point in points)) | set(REMEDY_OFFERED)

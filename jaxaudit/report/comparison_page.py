@@ -13,11 +13,9 @@ from markupsafe import Markup
 from jaxaudit.analysis.run_reader import read_table
 from jaxaudit.report import page, style
 from jaxaudit.report.line_panels import small_title
-from jaxaudit.runs.variants.compare import magnitude_cells, verdict
+from jaxaudit.runs.variants.compare import LEVEL, magnitude_cells, verdict
 from jaxaudit.runs.variants.folder import ACTED, BOUGHT, CONFIRMED, PAID, SPEC, SUMMARY
 from jaxaudit.runtime.files import check_contents, parse_toml, read_object
-
-LEVEL = 0.95
 
 PALETTE = ("#7b2d6b", "#e8952c", "#2f7f8f", "#b0443f", "#4d6bb3", "#6b8e3d", "#8b6f47", "#d06fae", "#3d3d3d", "#59b3a4")
 """The colours of variants, which have no order."""
@@ -85,6 +83,8 @@ def _summary(gains: pd.DataFrame, fresh: pd.DataFrame, costs: pd.DataFrame, summ
         lead = Markup(
             "No variant is shown to be better than the plain learner: no difference was confirmed on fresh seeds."
         )
+    elif gains.verdict.str.contains("to tell|every seed collapses").all():
+        lead = Markup("The comparison cannot tell: the verdicts in the table of gains say why.")
     else:
         lead = Markup("No difference between a variant and the plain learner was detected.")
     sentences = [

@@ -41,10 +41,19 @@ class Registry:
         self._complete = False
 
     def register(self, name: str, entry: Any = None) -> Any:
-        """Adds `entry` under `name`, or returns a decorator without `entry`; raises ValueError if the name is taken."""
+        """Adds `entry` under `name`, or returns a decorator without `entry`.
+
+        An entry that is defined in a notebook or script (`__main__`) replaces an earlier one from there, so that a cell
+        can be executed again.
+
+        Raises:
+          ValueError: another entry has the name.
+        """
         if entry is None:
             return lambda decorated: self.register(name, decorated)
-        if self._entries.get(name, entry) is not entry:
+        earlier = self._entries.get(name, entry)
+        modules = {getattr(earlier, "__module__", None), getattr(entry, "__module__", None)}
+        if earlier is not entry and modules != {"__main__"}:
             raise ValueError(f"{self.kind} '{name}' is already registered")
         self._entries[name] = entry
         return entry

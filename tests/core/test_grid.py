@@ -301,11 +301,13 @@ def test_the_result_has_metrics_per_lane_and_per_condition(result):
         ({"perturbations": [ja.weight_noise(target="actor")]}, "target 'actor' of 'weight_noise' is in none"),
         ({"perturbations": [ja.lr_spike(onset=95, duration=10)]}, "ends past the run's 100 steps"),
         ({"perturbations": [ja.lr_spike(onset=100)]}, "outside the run of 100 steps"),
+        ({"perturbations": ja.lr_spike()}, r"must be a list, such as \[lr_spike(...)\], not a single perturbation"),
+        ({"perturbations": [ja.lr_spike]}, "'lr_spike' is a kind of perturbation; call it: lr_spike()"),
     ],
 )
 def test_unfitting_arguments_are_refused_in_one_sentence(change, message):
     arguments = {"perturbations": PERTURBATIONS, "seeds": 2, "steps": 100} | change
-    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
         ja.audit(LEARNER, arguments.pop("perturbations"), **arguments)
 
 

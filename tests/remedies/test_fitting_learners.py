@@ -1,30 +1,33 @@
-"""Which learners each remedy fits, as REMEDIES.md says."""
+"""Which learners each remedy fits, as `jaxaudit list remedies` says."""
 
 import pytest
 
 import jaxaudit as ja
+from jaxaudit.cli.printing import REMEDY_LEARNERS
 from jaxaudit.core.remedied_learner import remedied
 from jaxaudit.runtime import registry
 
 GROUPS = {"dapo", "dr_grpo", "grpo", "gspo", "rloo"}
-DIALOGUES = GROUPS | {"ppo_lm"}
-LEARNERS = DIALOGUES | {"dpo", "language_model", "ppo", "trpo", "sac", "td3"}
-FITTING = {
-    "adam_rel": LEARNERS - {"sac", "td3"},
-    "critic_layer_norm": {"ppo", "trpo", "sac", "td3"},
-    "decoupled_lambda": {"ppo", "trpo", "ppo_lm"},
-    "clip_higher": DIALOGUES | {"ppo"},
-    "target_kl_stop": DIALOGUES | {"ppo"},
-    "clip_cov": DIALOGUES - {"gspo", "rloo"},
-    "kl_cov": DIALOGUES - {"gspo", "rloo"},
-    "length_adaptive_lambda": {"ppo_lm"},
-    "value_pretraining": {"ppo_lm"},
-    **dict.fromkeys(("adaptive_entropy", "dual_clip", "kl_in_both", "kl_in_reward", "kl_off_policy"), DIALOGUES),
-    **dict.fromkeys(("masked_importance", "sequence_mask", "truncated_importance"), DIALOGUES),
-}
-"""The learners that a remedy fits, where these are not all of them."""
+DIALOGUES = GROUPS | {"ppo_lm", "dpo"}
+LEARNERS = DIALOGUES | {"language_model", "ppo", "trpo", "sac", "td3"}
+
+
+def fitting(remedy):
+    """Returns the learners that the listing names for a remedy."""
+    names, _, exceptions = REMEDY_LEARNERS.get(remedy, "all").partition(" but ")
+    sets = {"all": LEARNERS, "dialogues": DIALOGUES}
+    included = set().union(*(sets.get(name, {name}) for name in names.split(", ")))
+    return included - set(exceptions.split(", "))
+
 
 TASKS = dict.fromkeys(("ppo", "trpo"), "CartPole-v1") | dict.fromkeys(("sac", "td3"), "InvertedPendulum-v5")
+
+
+def test_the_listing_is_read_as_sets_of_learners():
+    assert fitting("adagc") == LEARNERS
+    assert fitting("clip_cov") == {"dapo", "dr_grpo", "grpo", "ppo_lm"}
+    assert fitting("target_kl_stop") == DIALOGUES - {"dpo"} | {"ppo"}
+    assert set(REMEDY_LEARNERS) <= set(registry.remedies)
 
 
 @pytest.mark.exhaustive
@@ -36,7 +39,7 @@ def test_a_learner_accepts_the_remedies_that_fit_it_and_refuses_the_others(name,
         learner = registry.learners[name](TASKS.get(name, "hop"))
     for remedy in set(registry.remedies) & set(ja.remedies.__all__):  # not those that other tests register
         kind = registry.remedies[remedy]
-        if name in FITTING.get(remedy, LEARNERS):
+        if name in fitting(remedy):
             remedied(learner, kind())
         else:
             with pytest.raises(ValueError, match=remedy):

@@ -392,6 +392,7 @@ def test_confirmation_uses_other_seeds(folder):
     ("variants", "options", "words"),
     [
         ({}, {}, "there are no variants"),
+        ([remedies.nonfinite_skip()], {}, "variants must be a mapping from names"),
         ({"plain": remedies.nonfinite_skip()}, {}, "cannot be called 'plain'"),
         ({"a": remedies.clip_higher()}, {}, "variant 'a': remedy 'clip_higher' acts at site 'ratio_clip'"),
         ({"a": remedies.critic_layer_norm()}, {}, "'cliff' has none that can be changed"),
@@ -524,7 +525,7 @@ def test_an_interrupted_comparison_states_how_to_resume_it(stop, tmp_path, capsy
 @pytest.mark.parametrize(
     ("scores", "words"),
     [
-        ((5.0, 5.0), "both survive every magnitude: too mild to tell"),
+        ((5.0, 5.0), "both survive every magnitude: too mild to tell, or there is no performance to lose"),
         ((0.0, 0.0), "both survive no magnitude: too harsh to tell"),
         ((2.0, 2.0), "no difference detected"),
     ],

@@ -118,3 +118,13 @@ def test_a_difference_holds_at_the_level_where_that_interval_excludes_zero_on_th
     row = {"difference": difference, "level_difference_low": low, "level_difference_high": high}
     assert scoring.holds_at_level(row) is holds
     assert scoring.holds_at_level({"difference": difference})
+
+
+def test_too_few_seeds_for_an_interval_are_pointed_out():
+    few = unsteady().query("seed < 4")
+    gains = scoring.gain_table(plain().query("seed < 4"), {"variant": few}, [LADDER])
+    (caution,) = compare._cautions(gains, gains.head(0), ())
+    assert caution == "with 4 seeds no difference has a 95% interval or can be shown: it takes 6"
+    eight = scoring.gain_table(plain(), {"variant": plain()}, [LADDER])
+    (caution,) = compare._cautions(eight, scoring.adjust_for_multiplicity(gains), ())
+    assert caution == "with 4 fresh seeds no difference can be confirmed: it takes at least 6"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from jaxaudit.core.perturbation import INTERVENTION
+from jaxaudit.core.perturbation import INTERVENTION, check_perturbations
 from jaxaudit.perturbations import Chain, Condition, Perturbation
 from jaxaudit.runtime import registry
 
@@ -207,6 +207,7 @@ def directions(
     Raises:
       ValueError: all magnitudes of a perturbation are neutral or infinite, so that they have no direction.
     """
+    check_perturbations(perturbations)
     unnamed = []
     for perturbation in perturbations:
         if perturbation.dimension == INTERVENTION:

@@ -13,6 +13,7 @@ import pandas as pd
 
 from jaxaudit.analysis.metrics import MetricSettings
 from jaxaudit.analysis.results import lane_table
+from jaxaudit.analysis.statistics import seeds_for
 from jaxaudit.core.grid import plan
 from jaxaudit.core.learner import Learner
 from jaxaudit.core.perturbation import Chain, Perturbation
@@ -29,6 +30,9 @@ PLAIN = "plain"
 
 Centre = Literal["margin", "given"]
 CENTRES: tuple[Centre, ...] = ("margin", "given")
+
+LEVEL = 0.95
+"""The default confidence level of the intervals."""
 
 TOLERANCE = 0.1
 """The relative tolerance of the plain learner's margin, on which magnitudes are centred."""
@@ -110,7 +114,7 @@ def compare(
     steps: int,
     centre: Centre = "margin",
     settings: MetricSettings | None = None,
-    level: float = 0.95,
+    level: float = LEVEL,
     turns: int = scoring.TURNS,
     **how: Any,
 ) -> Comparison:
@@ -140,6 +144,8 @@ def compare(
     """
     if centre not in CENTRES:
         raise ValueError(f"centre must be {' or '.join(map(repr, CENTRES))}, not {centre!r}")
+    if not isinstance(variants, Mapping):
+        raise ValueError("variants must be a mapping from names to remedies or learners, such as {'a': [remedy]}")
     if isinstance(fresh, bool) or not isinstance(fresh, int) or fresh < 0:
         raise ValueError(f"fresh must be a number of seeds, not {fresh!r}")
     learners = {PLAIN: learner} | _variant_learners(learner, variants)
@@ -306,7 +312,13 @@ def _explanations(gains: pd.DataFrame, confirmed: pd.DataFrame, level: float) ->
 
 def _cautions(gains: pd.DataFrame, confirmed: pd.DataFrame, structures: Collection[str]) -> list[str]:
     """Returns sentences on what limits the comparison, such as seeds without a score."""
-    sentences = [
+    sentences = []
+    seeds, needed = int(gains.seeds.max()), seeds_for(LEVEL)
+    if seeds < needed:
+        sentences.append(f"with {seeds} seeds no difference has a 95% interval or can be shown: it takes {needed}")
+    if len(confirmed) and (fresh := int(confirmed.seeds.max())) < needed:
+        sentences.append(f"with {fresh} fresh seeds no difference can be confirmed: it takes at least {needed}")
+    sentences += [
         f"{row['variant']} under {row['perturbation']}: by a fall out of its own band before the onset the difference "
         f"is {row['difference']:+.2g}, by one level for all variants, the plain learner's, "
         f"{_with_interval(row, 'level_difference', '+.2g')}"
@@ -369,7 +381,7 @@ def _cost_cells(row: dict[str, Any]) -> list[str]:
         _number(row["performance"]),
         _number(row["plain_performance"]),
         _with_interval(row, "performance_difference", "+.3g"),
-        _with_interval(row, "step_time", ".3g") if "step_time" in row else "-",
+        _with_interval(row, "step_time", ".3f") if "step_time" in row else "-",
     ]
 
 

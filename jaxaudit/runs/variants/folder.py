@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from jaxaudit.runs.margins.search import MarginSettings
 from jaxaudit.runs.run_folder import Folder
 from jaxaudit.runs.run_opening import is_finished
 from jaxaudit.runs.variants import scoring
-from jaxaudit.runs.variants.compare import FRESH, PLAIN, TOLERANCE, Centre, Comparison, compare_learners
+from jaxaudit.runs.variants.compare import FRESH, LEVEL, PLAIN, TOLERANCE, Centre, Comparison, compare_learners
 from jaxaudit.runs.variants.scoring import REACH, Ladder, check_windows, magnitude_ladders
 from jaxaudit.runtime.backends import Workers
 from jaxaudit.runtime.errors import Interrupted, UserError, error_prefix
@@ -38,9 +39,6 @@ SUMMARY, TIMES = "compare.json", "step_times.csv"
 
 BOUGHT, CONFIRMED, PAID, ACTED = "bought.csv", "confirmed.csv", "paid.csv", "acted.csv"
 """The files of the tables of `Comparison`, each named as its field."""
-
-LEVEL = 0.95
-"""The confidence level of the intervals in the tables."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,9 @@ def parse(text: str, source: str = "spec", folder: Path = Path()) -> ComparisonS
     document = parse_toml(text, source)
     own_tables = {name: document.pop(name) for name in ("compare", "variant") if name in document}
     if "variant" not in own_tables:
-        raise UserError(f"{source}: there is no table [[variant]], so there is nothing to compare with")
+        similar = difflib.get_close_matches("variant", document, n=1)
+        hint = f" (did you mean it by [[{similar[0]}]]?)" if similar else ""
+        raise UserError(f"{source}: there is no table [[variant]]{hint}, so there is nothing to compare with")
     spec = read_spec(document, source, folder)
     sections = TomlTable(own_tables, source, ("compare", "variant"))
     options = read_section(sections, "compare", ["centre", "fresh"], {})
