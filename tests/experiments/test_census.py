@@ -39,4 +39,4 @@ def test_the_census_detects_cycles_and_short_docstrings(census):
 def test_the_picture_agrees_with_the_imports(census):
     import picture
 
-    assert (CENSUS / "packages.svg").read_text() == picture.drawn(), "run python picture.py packages.svg"
+    assert (CENSUS / "packages.svg").read_text() == picture.picture_svg(), "run python picture.py packages.svg"
