@@ -55,7 +55,7 @@ def test_harm_that_follows_performance_has_rank_correlation_one(few_repetitions,
     import dissociation
 
     rows = configurations(lambda point, seed: 0.5 + sign * point / 30)
-    table = dissociation.tell(rows, "a").set_index("harm")
+    table = dissociation.correlation_table(rows, "a").set_index("harm")
     lost = table.loc[dissociation.HARMS["lost"]]
     assert lost["rho"] == pytest.approx(expected)
     assert np.sign(lost["low"]) == np.sign(lost["high"]) == sign
@@ -67,7 +67,7 @@ def test_harm_apart_from_performance_has_an_interval_around_zero(few_repetitions
     generator = np.random.default_rng(1)
     harm = generator.uniform(0, 1, (40, 6))
     rows = configurations(lambda point, seed: harm[point, seed], count=40)
-    lost = dissociation.tell(rows, "a").set_index("harm").loc[dissociation.HARMS["lost"]]
+    lost = dissociation.correlation_table(rows, "a").set_index("harm").loc[dissociation.HARMS["lost"]]
     assert lost["low"] < 0 < lost["high"]
 
 
@@ -114,7 +114,7 @@ def test_falls_rises_and_unchanged_profiles_are_distinguished(few_repetitions):
     z["rises"][:, manifold.BEFORE :] += 2
     seeds = [str(i) for i in range(12)]
     profiles = manifold.Profiles(z, dict.fromkeys(z, seeds), dict.fromkeys(z, 0))
-    rows, consistent = manifold.tell("a", profiles, "x_grad")
+    rows, consistent = manifold.condition_rows("a", profiles, "x_grad")
     assert [row["verdict"] for row in rows] == list(z)
     assert (consistent["falls"], consistent["rises"]) == (1, 1)
 
@@ -123,7 +123,7 @@ def test_a_lane_that_became_nan_keeps_its_last_value():
     import manifold
 
     series = np.array([[1.0, 2.0, np.nan, np.nan], [np.nan, 1.0, 2.0, np.inf]])
-    assert np.array_equal(manifold.held(series), [[1, 2, 2, 2], [0, 1, 2, 2]])
+    assert np.array_equal(manifold.fill_forward(series), [[1, 2, 2, 2], [0, 1, 2, 2]])
 
 
 def test_an_alarm_comes_before_at_or_after_the_collapse_or_never():
@@ -133,8 +133,8 @@ def test_an_alarm_comes_before_at_or_after_the_collapse_or_never():
     leads = ordering.lead(rows)
     assert list(leads) == [10, 0, -10, -np.inf]
     assert list(ordering.when(leads)) == ["before", "at", "after", "never"]
-    assert ordering.middle(leads, np.array([1, 1, 1, 0])) == 0
-    assert ordering.middle(leads, np.array([3, 1, 1, 0])) == 10
+    assert ordering.weighted_median(leads, np.array([1, 1, 1, 0])) == 0
+    assert ordering.weighted_median(leads, np.array([3, 1, 1, 0])) == 10
 
 
 def test_alarms_of_other_lanes_count_between_onset_and_collapse():
@@ -143,7 +143,7 @@ def test_alarms_of_other_lanes_count_between_onset_and_collapse():
     others = pd.DataFrame({"fold": [0, 0, 0, 0, 1]})
     collapsed = pd.DataFrame({"fold": [0], "onset": [5], "collapse_time": [10.0]})
     first = np.array([4, 5, 9, 10, 7])
-    assert ordering.elsewhere(others, first, collapsed) == 0.5
+    assert ordering.share_in_window(others, first, collapsed) == 0.5
 
 
 def test_the_deviation_starts_from_the_latent_before_the_onset():
@@ -168,7 +168,7 @@ def test_a_collapse_at_the_onset_has_no_step_before_it():
 
     steps = np.arange(100.0)
     table = pd.DataFrame({"seed": [0, 1, 2], "onset": 50, "collapse_time": [50.0, 60.0, np.inf]})
-    moved = deviation.Moved(table, {"raw": np.tile(np.where(steps >= 50, steps, 0), (3, 1))})
+    moved = deviation.Displacement(table, {"raw": np.tile(np.where(steps >= 50, steps, 0), (3, 1))})
     maxima = deviation.largest(moved, "raw")
     assert list(maxima["whole"]) == [99, 99, 99]
     assert np.array_equal(maxima["before collapse, or the end"], [np.nan, 59, 99], equal_nan=True)
