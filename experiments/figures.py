@@ -30,7 +30,7 @@ NAMES = {"ppo": "PPO", "ppo_500k": "PPO, 500k", "trpo": "TRPO", "sac": "SAC", "t
 
 
 class Run:
-    """A run's telemetry and tables."""
+    """The telemetry and tables of a run."""
 
     def __init__(self, folder: str):
         stored = load(Path(folder))
@@ -40,36 +40,42 @@ class Run:
         self.summary = stored.summary.set_index("condition", drop=False)
 
     def series(self, condition: str, label: str) -> pd.DataFrame:
-        """Median and quartiles over seeds of a condition's performance, against env steps; a lost seed is the worst."""
+        """Returns median and quartiles over seeds of performance by env steps; non-finite seeds rank lowest."""
         values = self.data["performance"].sel(condition=condition).values
-        began = np.isfinite(values).any(axis=0).argmax()  # before, no episode has ended
+        first = np.isfinite(values).any(axis=0).argmax()  # no episode ends before this step
         middle, low, high = median_and_band(values, lost_is_worst=True)
         middle, low, high = (np.where(np.isfinite(x), x, np.nan) for x in (middle, low, high))
         steps = (self.data["step"].values + 1) * int(self.data.attrs["samples_per_step"])
-        kept = slice(began, None, max(1, len(steps) // 150))
+        selected = slice(first, None, max(1, len(steps) // 150))
         return pd.DataFrame(
-            {"steps": steps[kept], "low": low[kept], "median": middle[kept], "high": high[kept], "condition": label}
+            {
+                "steps": steps[selected],
+                "low": low[selected],
+                "median": middle[selected],
+                "high": high[selected],
+                "condition": label,
+            }
         )
 
     def control(self, condition: str) -> str:
-        """The control of a condition's onset."""
+        """Returns the control with the onset of a condition."""
         onset = self.summary.loc[condition, "onset"]
-        same = self.summary[(self.summary["perturbation"] == "control") & (self.summary["onset"] == onset)]
-        return str(same["condition"].iloc[0])
+        controls = self.summary[(self.summary["perturbation"] == "control") & (self.summary["onset"] == onset)]
+        return str(controls["condition"].iloc[0])
 
     def collapsed(self, condition: str) -> str:
-        """How many of the seeds collapsed; a dash where it cannot be told."""
+        """Formats the number of seeds that collapsed, or a dash if it is unknown."""
         row = self.summary.loc[condition]
         share = row["collapse_probability"]
         return f"{round(share * row['seeds'])}/{row['seeds']}" if np.isfinite(share) else "-"
 
     def loss(self, condition: str, acting: bool = False) -> statistics.Estimate:
-        """Performance lost at the end against the control of the same seed, as a share of what the controls gained.
+        """Returns the final loss of performance against the control of the same seed, as a share of the controls' gain.
 
-        With `acting` what is lost is of episodes that the condition disturbs. NaN where the controls gained nothing.
+        With `acting`, it is the loss in the disturbed episodes. It is NaN if the controls gained nothing.
         """
-        of = lambda c: self.lanes[self.lanes["condition"] == c].sort_values("seed")  # noqa: E731
-        disturbed, control = of(condition), of(self.control(condition))
+        lanes_of = lambda c: self.lanes[self.lanes["condition"] == c].sort_values("seed")  # noqa: E731
+        disturbed, control = lanes_of(condition), lanes_of(self.control(condition))
         series = self.data["performance"].sel(condition=self.control(condition)).values
         first = np.array([row[np.isfinite(row)][0] for row in series])
         gain = float(np.median(control["final_performance"].to_numpy() - first))
@@ -80,22 +86,22 @@ class Run:
         return statistics.bootstrap(lost / (gain if gain > 0 else np.nan))
 
     def cell(self, condition: str) -> str:
-        """What a table says of a condition: its loss and collapses; of a control its final return."""
+        """Formats the loss and collapses of a condition, or the final return of a control."""
         row = self.summary.loc[condition]
         if row["perturbation"] == "control":
             final = (row[f"iqm_final_performance{end}"] for end in ("", "_low", "_high"))
             return "{:,.0f} [{:,.0f}, {:,.0f}]".format(*final)
         lost = self.loss(condition)
         if np.isfinite(lost.value):
-            said = with_interval(lost, "+.0%")
+            text = with_interval(lost, "+.0%")
         else:
             gained = np.isfinite(self.loss(self.control(condition)).value)
-            said = "became NaN" if gained else "no gain to lose"
-        return f"{said}, {self.collapsed(condition)}"
+            text = "became NaN" if gained else "no gain to lose"
+        return f"{text}, {self.collapsed(condition)}"
 
 
 def panel(frame: pd.DataFrame, title: str, onset: float, colors: dict[str, str]) -> alt.LayerChart:
-    """Bands and medians of several conditions."""
+    """Draws bands and medians of several conditions."""
     scale = alt.Scale(domain=list(colors), range=list(colors.values()))
     color = alt.Color("condition:N", scale=scale, title=None, legend=alt.Legend(symbolOpacity=1))
     x = alt.X("steps:Q", title="env steps", axis=alt.Axis(format="~s"))
@@ -107,7 +113,7 @@ def panel(frame: pd.DataFrame, title: str, onset: float, colors: dict[str, str])
 
 
 def learner_curves(runs: dict[str, Run], perturbation: str, out: Path) -> None:
-    """One panel a learner, one line a magnitude."""
+    """Draws a panel for each learner with a line for each magnitude."""
     panels = []
     for name, run in runs.items():
         rows = run.summary[run.summary["perturbation"] == perturbation].sort_values("magnitude")
@@ -122,7 +128,7 @@ def learner_curves(runs: dict[str, Run], perturbation: str, out: Path) -> None:
 
 
 def loss_table(runs: dict[str, Run]) -> str:
-    """Condition x run: share of the gain lost at the end, and how many seeds collapsed; the control's final return."""
+    """Returns a table by condition and run: the lost share of the gain and collapses, or final returns of controls."""
     summary = next(iter(runs.values())).summary
     frame = pd.DataFrame({"condition": summary["condition"]})
     for name, run in runs.items():
@@ -131,7 +137,7 @@ def loss_table(runs: dict[str, Run]) -> str:
 
 
 def cross_table(runs: dict[str, Run], out: Path) -> None:
-    """Perturbation x learner as a figure: share of the gain lost at the end, and how many seeds collapsed."""
+    """Draws a table by condition and learner with the lost share of the gain and the number of collapses."""
     conditions = [c for c in next(iter(runs.values())).summary["condition"] if not str(c).startswith("control")]
     cells = []
     for condition in conditions:
@@ -165,7 +171,7 @@ def cross_table(runs: dict[str, Run], out: Path) -> None:
 
 
 def onset_curves(runs: dict[str, Run], out: Path) -> None:
-    """Share of the gain lost at the end, against the onset."""
+    """Draws the lost share of the gain by onset."""
     rows = []
     for name, run in runs.items():
         for condition, row in run.summary.iterrows():
@@ -184,7 +190,7 @@ def onset_curves(runs: dict[str, Run], out: Path) -> None:
                 )
     frame = pd.DataFrame(rows)
     print(markdown(frame))
-    # A little apart in the figure, so that intervals do not hide each other.
+    # Points are shifted so that their intervals do not overlap.
     frame["onset"] += 0.012 * frame["perturbation"].rank(method="dense").sub(1)
     scale = alt.Scale(range=style.ramp(frame["perturbation"].nunique()))
     color = alt.Color("perturbation:N", title=None, scale=scale, legend=alt.Legend(symbolOpacity=1))
@@ -199,7 +205,7 @@ def onset_curves(runs: dict[str, Run], out: Path) -> None:
 
 
 def entropy_bars(runs: dict[str, Run], out: Path) -> None:
-    """Share of the gain lost, for every entropy coefficient and disturbance."""
+    """Draws the lost share of the gain for every entropy coefficient and disturbance."""
     rows = []
     for name, run in runs.items():
         for condition, row in run.summary.iterrows():
@@ -229,11 +235,11 @@ def entropy_bars(runs: dict[str, Run], out: Path) -> None:
 
 
 AROUND = (20, 60)
-"""Steps before and after an injection that are drawn."""
+"""The numbers of steps before and after an onset that are drawn."""
 
 
 def around_injection(runs: dict[str, Run], channel: str, title: str, out: Path) -> None:
-    """A channel of each perturbation's strongest condition, aligned at its onset: a panel each, a line a run."""
+    """Draws a channel around the onset for each perturbation's strongest condition, with a line for each run."""
     colors = dict(zip(runs, style.ramp(len(runs)), strict=True))
     strongest = [c for run in runs.values() for c in strongest_conditions(run)]
     panels = []
@@ -259,7 +265,7 @@ def around_injection(runs: dict[str, Run], channel: str, title: str, out: Path) 
 
 
 def strongest_conditions(run: Run) -> list[str]:
-    """Of every perturbation the condition of the largest magnitude."""
+    """Returns the condition of the largest magnitude of every perturbation."""
     disturbed = run.summary[run.summary["perturbation"] != "control"]
     fewer_is_more = disturbed["perturbation"].str.startswith("quantize")  # bits
     strength = disturbed["magnitude"].where(~fewer_is_more, -disturbed["magnitude"])
@@ -267,7 +273,7 @@ def strongest_conditions(run: Run) -> list[str]:
 
 
 def aligned(run: Run, condition: str, channel: str, name: str, lanes: str = "disturbed") -> list[dict]:
-    """Median and quartiles over seeds of a channel around a condition's onset."""
+    """Returns median and quartiles over seeds of a channel around a condition's onset."""
     onset = int(run.summary.loc[condition, "onset"])
     steps = range(max(0, onset - AROUND[0]), min(onset + AROUND[1], run.data.sizes["step"]))
     values = run.data[channel].sel(condition=condition).values[:, steps.start : steps.stop]
@@ -279,20 +285,20 @@ def aligned(run: Run, condition: str, channel: str, name: str, lanes: str = "dis
 
 
 def responses(runs: dict[str, Run]) -> None:
-    """Table 1: recovery time and spike intensity; what x_grad did at once; who collapsed; what was lost."""
+    """Prints Table 1: recovery time, spike intensity, the initial change of x_grad, collapses, and the lost gain."""
     rows = []
     for name, run in runs.items():
         for condition, row in run.summary.iterrows():
             if row["perturbation"] == "control":
                 continue
             onset, control = int(row["onset"]), run.control(str(condition))
-            at_once = [run.data["x_grad"].sel(condition=c).values[:, onset : onset + 10] for c in (condition, control)]
-            moved = statistics.bootstrap(np.nanmean(at_once[0] - at_once[1], axis=1))
+            initial = [run.data["x_grad"].sel(condition=c).values[:, onset : onset + 10] for c in (condition, control)]
+            change = statistics.bootstrap(np.nanmean(initial[0] - initial[1], axis=1))
             rows.append(
                 {
                     "run": name,
                     "condition": condition,
-                    "x_grad in ten steps, less control's": with_interval(moved, "+.2f"),
+                    "x_grad in ten steps, less control's": with_interval(change, "+.2f"),
                     "RT, median": recovery(row["recovery_time_median"]),
                     "SIP, median": row["spike_intensity_median"],
                     "share of the gain lost, collapsed": run.cell(str(condition)),
@@ -302,40 +308,42 @@ def responses(runs: dict[str, Run]) -> None:
 
 
 def with_interval(estimate: statistics.Estimate, form: str) -> str:
-    """A value and its interval, where it has one: two seeds give none."""
+    """Formats an estimate and its interval, if it has one."""
     if not np.isfinite(estimate.low):
         return format(estimate.value, form)
     return f"{estimate.value:{form}} [{estimate.low:{form}}, {estimate.high:{form}}]"
 
 
 def recovery(steps: float) -> str:
-    """A recovery time as one reads it."""
+    """Formats a recovery time."""
     if steps < 0:
         return "no delay"
     return f"{steps:.0f} steps" if np.isfinite(steps) else "never"
 
 
-def returns(ours: Path, theirs: Path, out: Path) -> None:
-    """Learning curves of our learners, beside Stable-Baselines3's where it was run, and the table of their ends."""
-    for folder in (ours, theirs):
+def returns(folder_: Path, sb3_folder: Path, out: Path) -> None:
+    """Draws learning curves of this package and of Stable-Baselines3, if available, and prints their final values."""
+    for folder in (folder_, sb3_folder):
         if not folder.is_dir():
             raise SystemExit(f"no such folder: {folder}")
     panels, rows = [], []
-    for path in sorted(ours.glob("*.csv")):
+    for path in sorted(folder_.glob("*.csv")):
         learner, _, task = path.stem.partition("-")
         curves = {"jaxaudit": pd.read_csv(path)}
-        others = [pd.read_csv(p).assign(seed=i) for i, p in enumerate(sorted(theirs.glob(f"{path.stem}-*.csv")))]
-        if others:
-            curves["Stable-Baselines3"] = pd.concat(others)
+        sb3_curves = [
+            pd.read_csv(p).assign(seed=i) for i, p in enumerate(sorted(sb3_folder.glob(f"{path.stem}-*.csv")))
+        ]
+        if sb3_curves:
+            curves["Stable-Baselines3"] = pd.concat(sb3_curves)
         limit = min(c["env_steps"].max() for c in curves.values())
         for label, curve in curves.items():
-            for upto in dict.fromkeys((limit, curve["env_steps"].max())):
-                rows.append(ending(learner, task, label, curve[curve["env_steps"] <= upto]))
+            for end in dict.fromkeys((limit, curve["env_steps"].max())):
+                rows.append(ending(learner, task, label, curve[curve["env_steps"] <= end]))
         frames = []
         for label, curve in curves.items():
-            of_seeds = curve.groupby("env_steps")["performance"].quantile([0.25, 0.5, 0.75]).unstack()
+            quantiles = curve.groupby("env_steps")["performance"].quantile([0.25, 0.5, 0.75]).unstack()
             frame = pd.DataFrame(
-                {"steps": of_seeds.index, "low": of_seeds[0.25], "median": of_seeds[0.5], "high": of_seeds[0.75]}
+                {"steps": quantiles.index, "low": quantiles[0.25], "median": quantiles[0.5], "high": quantiles[0.75]}
             )
             frames.append(frame.iloc[:: max(1, len(frame) // 150)].assign(condition=label))
         colors = {"jaxaudit": style.RAMP[2], "Stable-Baselines3": style.GREY}
@@ -345,7 +353,7 @@ def returns(ours: Path, theirs: Path, out: Path) -> None:
 
 
 def ending(learner: str, task: str, label: str, curve: pd.DataFrame) -> dict:
-    """The last performance and the latest evaluation of every seed: mean and standard deviation."""
+    """Returns means and standard deviations over seeds of the last performance and the latest evaluation."""
     by_seed = curve.sort_values("env_steps").groupby("seed")
     performance = by_seed["performance"].nth(-1)
     evaluation = by_seed["evaluation"].last()
@@ -361,61 +369,61 @@ def ending(learner: str, task: str, label: str, curve: pd.DataFrame) -> dict:
 
 
 def markdown(frame: pd.DataFrame) -> str:
-    """A frame as a Markdown table."""
+    """Formats a frame as a Markdown table."""
     cell = lambda v: f"{v:.3g}" if isinstance(v, float) else str(v)  # noqa: E731
     lines = ["| " + " | ".join(frame.columns) + " |", "|" + "---|" * len(frame.columns)]
     return "\n".join(lines + ["| " + " | ".join(map(cell, row)) + " |" for row in frame.itertuples(index=False)])
 
 
 def save(chart: alt.TopLevelMixin, path: Path) -> None:
-    """Writes a PNG, of 128 colours: a fifth of the bytes, and the same to the eye."""
+    """Writes a PNG with 128 colours, which needs a fifth of the bytes and looks the same."""
     path.parent.mkdir(parents=True, exist_ok=True)
     chart.configure(**style.CONFIG).save(path, scale_factor=2)  # type: ignore[attr-defined]
     with Image.open(path) as image:
-        small = image.convert("RGB").quantize(128)
-    small.save(path, optimize=True)
+        quantized = image.convert("RGB").quantize(128)
+    quantized.save(path, optimize=True)
 
 
-def read(given: Sequence[str]) -> dict[str, Run]:
-    """The runs of NAME=FOLDER, by name."""
-    return {name: Run(path) for name, path in (one.split("=", 1) for one in given)}
+def read_runs(arguments: Sequence[str]) -> dict[str, Run]:
+    """Reads the runs of arguments NAME=FOLDER, by name."""
+    return {name: Run(path) for name, path in (argument.split("=", 1) for argument in arguments)}
 
 
 def acting_table(runs: dict[str, Run]) -> str:
-    """Condition x run: share of the gain lost at the end, of what was learned and of acting as it is disturbed."""
+    """Returns a table by condition and run with the lost share of the gain, of performance and of disturbed acting."""
     summary = next(iter(runs.values())).summary
     frame = pd.DataFrame({"condition": summary["condition"][summary["perturbation"] != "control"]})
     for name, run in runs.items():
-        for acting, what in ((False, "performance"), (True, "acting performance")):
-            frame[f"{NAMES.get(name, name)}: {what} lost"] = [
+        for acting, quantity in ((False, "performance"), (True, "acting performance")):
+            frame[f"{NAMES.get(name, name)}: {quantity} lost"] = [
                 with_interval(run.loss(str(condition), acting), "+.0%") for condition in frame["condition"]
             ]
     return markdown(frame)
 
 
-def main(what: str, *given: str) -> None:
-    """Draws one experiment."""
-    if what == "acting":
-        print(acting_table(read(given)))
+def main(experiment: str, *arguments: str) -> None:
+    """Draws the figures of one experiment."""
+    if experiment == "acting":
+        print(acting_table(read_runs(arguments)))
         return
-    if len(given) < 2:
+    if len(arguments) < 2:
         raise SystemExit(__doc__)
-    folder, given = Path(given[0]), given[1:]
-    if what == "returns":
-        returns(Path(given[0]), Path(given[1]), folder)
+    folder, arguments = Path(arguments[0]), arguments[1:]
+    if experiment == "returns":
+        returns(Path(arguments[0]), Path(arguments[1]), folder)
         return
-    runs = read(given)
-    if what == "four-learners":
+    runs = read_runs(arguments)
+    if experiment == "four-learners":
         for perturbation in ("lr_spike", "action_noise", "reward_scale"):
             learner_curves(runs, perturbation, folder)
         cross_table(runs, folder)
         print(loss_table(runs))
-    elif what == "onset":
+    elif experiment == "onset":
         onset_curves(runs, folder)
-    elif what == "entropy":
+    elif experiment == "entropy":
         entropy_bars(runs, folder)
         print(loss_table(runs))
-    elif what == "language-models":
+    elif experiment == "language-models":
         for channel, title in (("x_grad", "x_grad"), ("x_inst", "x_inst"), ("performance", "minus the loss")):
             around_injection(runs, channel, title, folder)
         responses(runs)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: JAX's devices, compiled lanes, interleaved timing, tables and results files."""
+"""Helpers of the benchmarks: JAX's devices, compiled lanes, interleaved timing, tables, and files of results."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ TASK = "HalfCheetah-v5"
 
 
 def parser(description: str, repetitions: int = 5) -> argparse.ArgumentParser:
-    """The options every benchmark has."""
-    made = argparse.ArgumentParser(description=description)
-    made.add_argument("--quick", action="store_true", help="a smoke run of seconds; its numbers mean nothing")
-    made.add_argument("--json", type=Path, metavar="PATH", help="write the numbers here")
-    made.add_argument("--repetitions", type=int, default=repetitions, help="timed rounds (%(default)s)")
-    made.add_argument("--devices", type=int, default=core_count(), help="CPU devices (%(default)s, one per core)")
-    return made
+    """Returns a parser with the options that all benchmarks share."""
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument("--quick", action="store_true", help="a smoke run of seconds; its numbers mean nothing")
+    options.add_argument("--json", type=Path, metavar="PATH", help="write the numbers here")
+    options.add_argument("--repetitions", type=int, default=repetitions, help="timed rounds (%(default)s)")
+    options.add_argument("--devices", type=int, default=core_count(), help="CPU devices (%(default)s, one per core)")
+    return options
 
 
 def prepare_jax(devices: int) -> None:
-    """So many CPU devices, one per core as on the command line; no compilation cache: compile times are real.
+    """Sets the number of CPU devices, and turns the compilation cache off, so that compilations are timed.
 
-    Where JAX finds a GPU, programs run there, and the CPU devices are idle.
+    If JAX finds a GPU, programs run there and the CPU devices are idle.
     """
     jax.config.update("jax_num_cpu_devices", devices)
     os.environ["JAXAUDIT_CACHE"] = "off"
@@ -45,17 +45,17 @@ def prepare_jax(devices: int) -> None:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of every repetition."""
+    """The seconds of each repetition."""
 
     seconds: tuple[float, ...]
 
     @property
     def median(self) -> float:
-        """Of the repetitions."""
+        """The median over repetitions."""
         return statistics.median(self.seconds)
 
     def rate(self, work: float) -> str:
-        """`work` per second: median (lowest - highest)."""
+        """Returns `work` per second as text: median (lowest - highest)."""
         low, high = work / max(self.seconds), work / min(self.seconds)
         return f"{work / self.median:,.0f} ({low:,.0f} - {high:,.0f})"
 
@@ -64,48 +64,48 @@ class Timing:
 
 
 def interleave(candidates: Mapping[str, Callable[[], float | None]], repetitions: int) -> dict[str, Timing]:
-    """Runs A B C A B C ..., so that a slow spell of the machine falls on all.
+    """Runs the candidates in turns, A B C A B C ..., so that a slow phase of the machine affects all of them.
 
-    A candidate may return the seconds it took itself.
+    A candidate may measure its own time and return the seconds.
     """
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(repetitions):
         for name, candidate in candidates.items():
-            begun = time.perf_counter()
-            own = candidate()
-            seconds[name].append(time.perf_counter() - begun if own is None else own)
+            start = time.perf_counter()
+            reported = candidate()
+            seconds[name].append(time.perf_counter() - start if reported is None else reported)
     return {name: Timing(tuple(values)) for name, values in seconds.items()}
 
 
 def paired_ratio(above: Timing, below: Timing) -> Timing:
-    """above / below, round by round."""
+    """Returns the ratio above / below of each repetition."""
     return Timing(tuple(a / b for a, b in zip(above.seconds, below.seconds, strict=True)))
 
 
 def sb3(python: str, learner: str, steps: int, processes: int, threads: int, envs: int = 8) -> float:
-    """Seconds that `processes` trainings of Stable-Baselines3 take side by side, warm-up left out."""
-    return elsewhere(python, "sb3.py", (learner, threads, envs, steps), processes)
+    """Returns the seconds that concurrent trainings of Stable-Baselines3 take, without their warm-up."""
+    return time_script(python, "sb3.py", (learner, threads, envs, steps), processes)
 
 
-def elsewhere(python: str, script: str, arguments: Sequence[Any], processes: int = 1) -> float:
-    """Seconds that a script here takes in processes of another Python side by side, warm-up left out."""
+def time_script(python: str, script: str, arguments: Sequence[Any], processes: int = 1) -> float:
+    """Returns the seconds that concurrent processes of a script take under another Python, without their warm-up."""
     with WarmProcesses(python, script, arguments, processes) as running:
         running.wait_until_ready()
         return running.seconds()
 
 
 class WarmProcesses:
-    """A script of this folder in processes of its own, each of which says "ready", begins at a word, gives its seconds.
+    """Processes of a script that warm up, print "ready", start on a line of input, and print the seconds they took.
 
-    A script may do this several times, once for each of the variants it has been given.
+    A script may do this several times, once for each of its variants.
 
     Args:
-      python: the interpreter; with another one than this, this process's PYTHONPATH is not handed on.
+      python: the interpreter; if it is not the current one, PYTHONPATH is not passed on.
       script: its path relative to this folder.
-      arguments: of its command line.
-      processes: how many run side by side.
-      environment: variables beside this process's.
-      errors: where the processes' standard error goes.
+      arguments: command-line arguments of the script.
+      processes: the number of concurrent processes.
+      environment: additional environment variables.
+      errors: the target of the processes' standard error.
     """
 
     def __init__(
@@ -120,22 +120,22 @@ class WarmProcesses:
         self._name = f"{script} under {python}"
         command = [python, str((Path(__file__).resolve().parent / script).resolve()), *map(str, arguments)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors, "text": True}
-        same = python == sys.executable  # another Python has packages of its own
+        same = python == sys.executable  # another Python has other packages
         inherited = {name: value for name, value in os.environ.items() if same or name != "PYTHONPATH"}
         variables = inherited | dict(environment or {})
-        # MuJoCo leaves a log of its warnings in the working directory.
+        # MuJoCo writes a log of warnings into the working directory.
         self._running = [
             subprocess.Popen(command, cwd=tempfile.gettempdir(), env=variables, **pipes) for _ in range(processes)
         ]
 
     def wait_until_ready(self) -> None:
-        """Waits for every process; RuntimeError if one ends instead."""
+        """Waits until every process is ready. Raises RuntimeError if one ends before."""
         for process in self._running:
             if process.stdout.readline().strip() != "ready":
                 raise RuntimeError(f"{self._name} does not run: pip install -e .[bench]")
 
     def seconds(self) -> float:
-        """Starts all ready processes at once: the seconds of the slowest."""
+        """Starts all processes at once, and returns the seconds of the slowest."""
         for process in self._running:
             process.stdin.write("go\n")
             process.stdin.flush()
@@ -155,17 +155,17 @@ class WarmProcesses:
 
 
 class Lanes:
-    """Lanes of a learner, compiled by the engine that runs audits: `train()` trains them on.
+    """Lanes of a learner, compiled by the engine that runs audits, and trained by `train()`.
 
-    Compiling begins here, in the background, so that several widths compile side by side; `wait()` ends it.
+    Compilation starts in the background, so that several numbers of lanes compile concurrently, until `wait()`.
 
     Args:
-      learner: what is trained.
-      seeds: how many; with perturbations each has a lane for every condition, the control included, else one lane.
-      rows: steps that one call trains.
-      perturbations: all of one onset, with windows that are data of the compiled program.
+      learner: the learner.
+      seeds: their number. With perturbations, each has a lane for every condition and the control; else one lane.
+      rows: the steps of one call of `train`.
+      perturbations: perturbations with a common onset, whose windows are data of the compiled program.
       execution: how a device runs its lanes.
-      steps: of a run, which schedules depend on.
+      steps: the length of a run, which schedules depend on.
     """
 
     def __init__(
@@ -190,17 +190,17 @@ class Lanes:
         self._step = 0
 
     def wait(self) -> None:
-        """Waits for the compiler; sets `planned_bytes`, what the program needs, and `compile_seconds`."""
+        """Waits for the compiler, and sets `planned_bytes`, the memory of the program, and `compile_seconds`."""
         self.planned_bytes = self._engine.program_bytes(self._batch)
         self._engine.initial_bytes(self._batch)
         self.compile_seconds = time.perf_counter() - self._begun
 
     def begin(self) -> None:
-        """Makes the lanes' first states, on the device, and waits."""
+        """Initializes the lanes' states on the device, and waits."""
         self._states, self._step = jax.block_until_ready(self._engine.initial(self._batch)), 0
 
     def train(self) -> Mapping[str, Any]:
-        """Trains all lanes for `rows` steps and waits: their telemetry `[rows, lanes, ...]`."""
+        """Trains all lanes for `rows` steps, and returns their telemetry `[rows, lanes, ...]`."""
         if self._states is None:
             self.begin()
         stop = self._step + self.rows
@@ -209,18 +209,18 @@ class Lanes:
         return telemetry
 
     def free(self) -> None:
-        """Lets the states' memory go."""
+        """Releases the memory of the states."""
         self._states = None
 
 
 class Advance:
-    """Lanes of a program, compiled: `advance(start, stop)` trains them from their warm state and waits.
+    """Compiled lanes of a program: a call with (start, stop) trains them from a state after one step, and waits.
 
     Args:
-      program: a grid's.
-      lanes: L of them.
-      rows: steps of telemetry the compiled program holds.
-      data: the learner's.
+      program: the program of a grid.
+      lanes: the lanes.
+      rows: the steps of telemetry that the compiled program stores.
+      data: the data of the learner.
     """
 
     def __init__(self, program: Any, lanes: Any, rows: int, data: Any = None):
@@ -246,18 +246,18 @@ class Advance:
         self._states = self(0, 1)[0]
 
     def __call__(self, start: int, stop: int, lanes: Any = None) -> Any:
-        """States and telemetry at `stop`; `lanes` may differ from the first in data."""
+        """Returns states and telemetry at `stop`; `lanes` may have other data than those of the constructor."""
         arguments = (self._states, self._lanes if lanes is None else lanes, start, stop, self._rows, self._data)
         placed = jax.tree.map(jax.device_put, arguments, self.compiled.input_shardings[0])
         return jax.block_until_ready(self.compiled(*placed))
 
 
 class Audit:
-    """A grid of one onset, compiled: called, it trains the baseline and, from its states at the onset, every lane.
+    """A compiled grid with one onset: a call trains the baseline and, from its states at the onset, every lane.
 
     Args:
-      plan: of it.
-      begun: the step that it begins at each time; what is before, a warm start too, is trained once.
+      plan: the grid.
+      begun: the step that each call starts from; earlier steps, with a warm start, are trained once.
     """
 
     def __init__(self, plan: Any, begun: int = 0):
@@ -274,18 +274,18 @@ class Audit:
         self._train(onset=begun + 1, tail=0, stop=begun + 2)
 
     def __call__(self) -> None:
-        """Trains the grid."""
+        """Trains the whole grid once."""
         plan = self._plan
         onset = plan.forks[0].onset
         self._train(onset, plan.baseline_steps - onset, plan.steps)
 
     def whole(self, stop: int | None = None) -> None:
-        """Trains the same lanes from step 0, each for itself, by the same program; called first, it compiles."""
+        """Trains each lane separately from step 0 by the same program, which the first call compiles."""
         start = self._engine.initial(self._forks)
         self._engine.advance(self._forks, start, 0, self._plan.steps if stop is None else stop)
 
     def _first(self) -> Any:
-        """The baseline's states where it begins."""
+        """Returns the states that the baseline starts from."""
         if self._held is None:
             return self._engine.initial(self._baseline)
         return self._engine.restored(self._held, self._baseline)
@@ -300,13 +300,13 @@ class Audit:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A markdown table."""
+    """Formats a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
 def machine() -> dict[str, Any]:
-    """What a number depends on."""
+    """Describes the machine and the packages that results depend on."""
     names = ("jaxaudit", "jax", "jaxlib", "flax", "optax", "mujoco")
     return {
         "processor": processor_name(),
@@ -319,18 +319,18 @@ def machine() -> dict[str, Any]:
 
 
 def finish(arguments: argparse.Namespace, markdown: str, data: Mapping[str, Any]) -> None:
-    """Prints the table and writes the JSON."""
+    """Prints the table, and writes the JSON file if the options name one."""
     print(markdown)
     if arguments.quick:
         print("\n(a smoke run: these numbers mean nothing)")
     if arguments.json:
-        ways = ("json", "python", "trl_python")  # of this machine
-        options = {name: value for name, value in vars(arguments).items() if name not in ways}
+        left_out = ("json", "python", "trl_python")  # paths on this machine
+        options = {name: value for name, value in vars(arguments).items() if name not in left_out}
         record = {"options": options, "machine": machine(), **data}
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(record, indent=2, default=as_json) + "\n")
 
 
 def as_json(value: Timing | Path) -> list[float] | str:
-    """What JSON has no form of."""
+    """Converts a value that JSON cannot represent."""
     return str(value) if isinstance(value, Path) else list(value.seconds)

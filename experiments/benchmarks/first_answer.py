@@ -1,7 +1,7 @@
-"""How long a first answer takes: an audit of a small network of one's own, in a fresh process, without any cache.
+"""Time to a first result: an audit of a small user-written network, in a fresh process without a compilation cache.
 
-16 seeds x 11 conditions (5 kinds of perturbation and the control) x 400 steps. Targets: 9 s in the call, 12 s from the
-start of the process. Most of it is compiling; `--parts` says which programs.
+The audit has 16 seeds x 11 conditions (5 kinds of perturbation and the control) x 400 steps. The targets are 9 s for
+the call and 12 s from the start of the process. Most of it is compilation; `--parts` lists the programs.
 """
 
 from __future__ import annotations
@@ -22,31 +22,34 @@ def main() -> None:
     """Runs the benchmark."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--repetitions", type=int, default=3, help="processes, one after another (%(default)s)")
-    options.add_argument("--parts", action="store_true", help="what was compiled, and for how long")
+    options.add_argument("--parts", action="store_true", help="list what is compiled, and for how long")
     options.add_argument("--cached", action="store_true", help="with JAX's cache of compiled programs, as by default")
-    options.add_argument("--quick", action="store_true", help="once")
+    options.add_argument("--quick", action="store_true", help="one process")
     options.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = options.parse_args()
     if arguments.child:
         print(json.dumps(answer(arguments.parts)))
         return
-    done = []
+    results = []
     for _ in range(1 if arguments.quick else arguments.repetitions):
         command = [sys.executable, __file__, "--child", *(["--parts"] if arguments.parts else [])]
         environment = os.environ | {STARTED: repr(time.time())}
         if not arguments.cached:
             environment["JAXAUDIT_CACHE"] = "off"
         output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
-        done.append(json.loads(output.splitlines()[-1]))
-        print(", ".join(f"{name} {value:.2f}" for name, value in done[-1].items()))
-    print("median: " + ", ".join(f"{name} {statistics.median(d[name] for d in done):.2f} s" for name in done[0]))
+        results.append(json.loads(output.splitlines()[-1]))
+        print(", ".join(f"{name} {value:.2f}" for name, value in results[-1].items()))
+    print(
+        "median: "
+        + ", ".join(f"{name} {statistics.median(result[name] for result in results):.2f} s" for name in results[0])
+    )
 
 
 def answer(parts: bool) -> dict[str, float]:
-    """Seconds: the import, the call of `audit`, and everything from the start of the process."""
+    """Returns the seconds of the import, of the call of `audit`, and from the start of the process."""
     if parts:
         _report_compilations()
-    begun = time.perf_counter()
+    start = time.perf_counter()
     import jax
     import jax.numpy as jnp
     import optax
@@ -94,14 +97,13 @@ def answer(parts: bool) -> dict[str, float]:
     ]
     imported = time.perf_counter()
     result = ja.audit(ja.Learner(init, step), perturbations, seeds=16, steps=400)
-    done = time.perf_counter()
+    end = time.perf_counter()
     assert result.telemetry.sizes == {"seed": 16, "condition": 11, "step": 400}
-    whole = time.time() - float(os.environ.get(STARTED, time.time() - (done - begun)))
-    return {"import": imported - begun, "call": done - imported, "whole": whole, "cpu": time.process_time()}
+    since_start = time.time() - float(os.environ.get(STARTED, time.time() - (end - start)))
+    return {"import": imported - start, "call": end - imported, "whole": since_start, "cpu": time.process_time()}
 
 
 def _report_compilations() -> None:
-    """Has JAX say on stderr what it compiles."""
     import jax
 
     jax.config.update("jax_log_compiles", True)

@@ -1,8 +1,8 @@
-"""What forking saves: a grid whose lanes share their prefix, against the same lanes trained from step 0.
+"""Time saved by forking: a grid whose lanes share their prefix, against the same lanes trained from step 0.
 
-The ratio of times should be the ratio of lane-steps. A lane's cost depends on how many run side by side,
-and the baseline has fewer lanes than a fork group; so both sides run in batches of one size, the
-baseline's lanes per device. "--execution vmap" shows the effect of the width instead.
+The ratio of times should be the ratio of lane-steps. The cost of a lane depends on how many lanes run in a batch, and
+the baseline has fewer lanes than a fork group, so both sides run in batches of the same size, that of the baseline's
+lanes on a device. "--execution vmap" shows the effect of the batch size instead.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def build(arguments, onset: float):
-    """The grid, and calls that run it forked and whole, by the same compiled programs."""
+    """Returns the grid, and functions that train it forked and from step 0, by the same compiled programs."""
     import jaxaudit as ja
     from jaxaudit.core import grid
 

@@ -1,6 +1,6 @@
-"""One lane of GPT-2, rematerialised: bytes its program plans, and bytes the process came to hold while it took a step.
+"""Memory of one rematerialised lane of GPT-2: bytes planned by its program, and the peak of the process in a step.
 
-Called by `language_model.py`: `python gpt2_memory.py SIZE LENGTH`, prints JSON.
+`language_model.py` calls it as `python gpt2_memory.py SIZE LENGTH`; it prints JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def main(size: str, length: int) -> None:
-    """Plans, runs, measures."""
+    """Plans and runs a step, and prints the memory."""
     common.prepare_jax(1)
     import jaxaudit as ja
     from jaxaudit.core.batches import layout
@@ -34,17 +34,17 @@ def main(size: str, length: int) -> None:
     states = jax.block_until_ready(engine.initial(lane))
     state_bytes = engine.lane_bytes(lane)
     release_memory()
-    held = _bytes("VmRSS") - state_bytes
-    CLEAR.write_text("5")  # the peak counts from here
-    begun = time.perf_counter()
+    other_bytes = _bytes("VmRSS") - state_bytes
+    CLEAR.write_text("5")  # resets the peak
+    start = time.perf_counter()
     engine.advance(lane, states, 0, 1)
-    seconds = time.perf_counter() - begun
-    found = {"planned": planned, "peak": _bytes("VmHWM") - held, "held_besides": held}
-    print(json.dumps(found | {"compile_seconds": engine.compile_seconds, "step_seconds": seconds}))
+    seconds = time.perf_counter() - start
+    result = {"planned": planned, "peak": _bytes("VmHWM") - other_bytes, "held_besides": other_bytes}
+    print(json.dumps(result | {"compile_seconds": engine.compile_seconds, "step_seconds": seconds}))
 
 
-def _bytes(what: str) -> int:
-    return 1024 * int(re.search(rf"{what}:\s+(\d+) kB", STATUS.read_text())[1])
+def _bytes(field: str) -> int:
+    return 1024 * int(re.search(rf"{field}:\s+(\d+) kB", STATUS.read_text())[1])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Times of the numerical kernels at PPO's sizes, beside the plain way of computing the same."""
+"""Times of the numerical kernels at the sizes of PPO, compared with plain implementations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def build(lanes: int) -> dict[str, tuple[str, Callable[[], None]]]:
-    """By name: the size in words, and one call."""
+    """Returns for each name a description of the size, and a function that runs the kernel once."""
     from jaxaudit.kernels.coherence import CoherenceSum, dominant_share, mean_pairwise_cosine
     from jaxaudit.kernels.gae import gae
     from jaxaudit.kernels.layers import layer_norm, product
@@ -73,11 +73,11 @@ def build(lanes: int) -> dict[str, tuple[str, Callable[[], None]]]:
     def gradients_of(function: Callable, arguments: tuple[jax.Array, ...]) -> Callable[[], None]:
         return wait(jax.jit(lambda g, *of: jax.vjp(function, *of)[1](g)), *arguments)
 
-    def transformer_gradients(multiplied: Callable) -> Callable[[], None]:
+    def transformer_gradients(product_function: Callable) -> Callable[[], None]:
         model = gpt2.GPT2(21, 24, gpt2.SIZES["micro"])
         params = gpt2.init_params(model, jax.random.key(0))
         tokens = jnp.asarray(random.integers(0, 21, (32, 24)))
-        with mock.patch.object(gpt2, "product", multiplied):
+        with mock.patch.object(gpt2, "product", product_function):
             gradients = jax.jit(jax.grad(lambda p: jnp.sum(gpt2.apply(model, p, tokens)[0] ** 2)))
             once = wait(gradients.lower(params).compile(), params)
 
@@ -87,7 +87,7 @@ def build(lanes: int) -> dict[str, tuple[str, Callable[[], None]]]:
 
         return ten_times
 
-    def mine(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+    def by_kernel(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
         return layer_norm(x, scale, bias, 1e-5, x.dtype)
 
     def by_flax(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
@@ -109,18 +109,18 @@ def build(lanes: int) -> dict[str, tuple[str, Callable[[], None]]]:
     decays = jnp.asarray(0.99 * np.exp(1j * random.random((lanes, 8))), jnp.complex64)
     drives = jnp.asarray(random.normal(size=(lanes, 500, 8)), jnp.complex64)
     norm_inputs = normal(1, 1024, 768), normal(1, 1024, 768), normal(768), normal(768)
-    whole = f"{lanes} x [{steps}, {envs}]"
+    rollout_size = f"{lanes} x [{steps}, {envs}]"
     gradients = f"{lanes} x 32 gradients of {parameters:,}"
     associative = functools.partial(linear_scan, method="associative")
-    # QR is not vmapped: batched LAPACK calls can block one another on a CPU.
+    # QR is not vmapped, since batched LAPACK calls can block one another on a CPU.
     qr = jax.jit(lambda key: jax.lax.map(lambda k: jax.nn.initializers.orthogonal()(k, (64, 64)), key))
     return {
-        "gae": (whole, call(gae_of, rewards, values, next_values, ends, ends)),
-        "gae, NumPy loop": (whole, lambda: gae_numpy(*map(np.asarray, (rewards, values, next_values, ends)))),
+        "gae": (rollout_size, call(gae_of, rewards, values, next_values, ends, ends)),
+        "gae, NumPy loop": (rollout_size, lambda: gae_numpy(*map(np.asarray, (rewards, values, next_values, ends)))),
         "coherence.mean_pairwise_cosine": (gradients, call(mean_pairwise_cosine, stack)),
         "coherence.CoherenceSum, streamed": (gradients, call(streamed, stack)),
         "coherence.dominant_share": (gradients, call(dominant_share, stack)),
-        "layer_norm, with its gradients": ("[1024, 768]", gradients_of(mine, norm_inputs)),
+        "layer_norm, with its gradients": ("[1024, 768]", gradients_of(by_kernel, norm_inputs)),
         "flax's layer norm, with its gradients": ("[1024, 768]", gradients_of(by_flax, norm_inputs)),
         "product, in gradients of GPT-2 (micro)": ("10 x [32, 24] tokens", transformer_gradients(product)),
         "matmul, in the same": ("10 x [32, 24] tokens", transformer_gradients(jnp.matmul)),
@@ -132,13 +132,13 @@ def build(lanes: int) -> dict[str, tuple[str, Callable[[], None]]]:
 
 
 def gae_numpy(rewards, values, next_values, ends) -> None:
-    """Advantages of arrays `[lanes, T, N]`, in a Python loop."""
+    """Computes advantages of arrays `[lanes, T, N]` by a Python loop."""
     advantages = np.zeros_like(rewards)
-    last = np.zeros_like(rewards[:, 0])
+    advantage = np.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
         live = 1 - ends[:, t]
         delta = rewards[:, t] + 0.99 * next_values[:, t] * live - values[:, t]
-        last = advantages[:, t] = delta + 0.99 * 0.95 * live * last
+        advantage = advantages[:, t] = delta + 0.99 * 0.95 * live * advantage
 
 
 if __name__ == "__main__":

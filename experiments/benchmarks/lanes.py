@@ -1,8 +1,7 @@
-"""Throughput and memory of PPO on HalfCheetah-v5 against the number of lanes, for each way of running them.
+"""Throughput and memory of PPO on HalfCheetah-v5 by the number of lanes, for each execution.
 
-Every point is a process of its own. Memory is what the compiled program says it needs (arguments,
-results and work space, all devices), how far the process grows in a run beyond its size after compiling,
-and its peak.
+Each point is measured in a separate process. Memory is reported as the compiled program's (arguments, results and
+work space of all devices), the growth of the process in a run beyond its size after compilation, and its peak.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def main() -> None:
 
 
 def measure(arguments, lanes: int, execution: str) -> dict:
-    """One point, in a process of its own."""
+    """Measures one point in a separate process."""
     command = [
         sys.executable,
         str(Path(__file__)),
@@ -67,13 +66,13 @@ def measure(arguments, lanes: int, execution: str) -> dict:
     ]
     for name in ("repetitions", "steps", "devices"):
         command += [f"--{name}", str(getattr(arguments, name))]
-    done = subprocess.run(command + ["--quick"] * arguments.quick, stdout=subprocess.PIPE, text=True, check=True)
+    process = subprocess.run(command + ["--quick"] * arguments.quick, stdout=subprocess.PIPE, text=True, check=True)
     print(f"{lanes} lanes, {execution}: done", file=sys.stderr, flush=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def point(arguments) -> dict:
-    """One point, in this process."""
+    """Measures one point in this process."""
     common.prepare_jax(arguments.devices)
     import jaxaudit as ja
 
@@ -102,7 +101,7 @@ def point(arguments) -> dict:
 
 
 def forget_peak() -> int:
-    """Bytes resident now; VmHWM is the peak since now. 0 where the system cannot tell (Linux can)."""
+    """Resets the peak VmHWM and returns the resident bytes, or 0 if the system has no such counters."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
         return status("VmRSS")
@@ -111,7 +110,7 @@ def forget_peak() -> int:
 
 
 def status(field: str) -> int:
-    """A size in this process's /proc status, bytes."""
+    """Returns a size of this process in bytes, from its /proc status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 

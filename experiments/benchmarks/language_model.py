@@ -1,7 +1,7 @@
-"""Tokens per second of GPT-2, beside PyTorch's, and of its lanes; blockwise cross entropy beside the plain one; memory.
+"""GPT-2 compared with PyTorch in tokens per second; its lanes, blockwise cross entropy, and memory.
 
 Both train in float32 on random tokens, without dropout, with AdamW and clipping, on the same threads. A "training step"
-is what PyTorch does; an "audited step" measures besides: a held-out sequence, norms, coherence of two microbatches.
+does the same as PyTorch; an "audited step" also measures a held-out sequence, norms, and coherence of two microbatches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> None:
     """Runs the benchmark."""
     options = common.parser(__doc__.splitlines()[0], repetitions=3)
     options.add_argument("--python", default=sys.executable, help="Python with torch and transformers (this one)")
-    options.add_argument("--parts", nargs="+", default=list(PARTS)[:-1], choices=PARTS, help="lanes: apart from others")
+    options.add_argument("--parts", nargs="+", default=list(PARTS)[:-1], choices=PARTS, help="lanes must be run alone")
     options.add_argument("--size", default="124m")
     options.add_argument("--length", type=int, default=1024, help="tokens of a sequence (%(default)s)")
     options.add_argument("--batch", type=int, default=2, help="sequences of a step (%(default)s)")
@@ -36,14 +36,14 @@ def main() -> None:
         arguments.size, arguments.sizes, arguments.length, arguments.steps = "nano", ["nano"], 16, 1
         arguments.repetitions = 1
     common.prepare_jax(arguments.devices if arguments.parts == ["lanes"] else 1)
-    found = [PARTS[part](arguments) for part in arguments.parts]
+    results = [PARTS[part](arguments) for part in arguments.parts]
     common.finish(
-        arguments, "\n\n".join(table for table, _ in found), {k: v for _, data in found for k, v in data.items()}
+        arguments, "\n\n".join(table for table, _ in results), {k: v for _, data in results for k, v in data.items()}
     )
 
 
 def training(arguments) -> tuple[str, dict]:
-    """Tokens per second of a step."""
+    """Tokens per second of training steps."""
     from jaxaudit.models import gpt2
 
     size, tokens = gpt2.SIZES[arguments.size], arguments.batch * arguments.length
@@ -52,7 +52,7 @@ def training(arguments) -> tuple[str, dict]:
         "jaxaudit, training step": trainer(arguments, False),
         "jaxaudit, audited step": trainer(arguments, True),
         "PyTorch and transformers": functools.partial(
-            common.elsewhere, arguments.python, "../language_models/torch_gpt2.py", (common.core_count(), *shape)
+            common.time_script, arguments.python, "../language_models/torch_gpt2.py", (common.core_count(), *shape)
         ),
     }
     timings = common.interleave(candidates, arguments.repetitions)
@@ -67,7 +67,7 @@ def training(arguments) -> tuple[str, dict]:
 
 
 class trainer:
-    """A compiled step that goes on from state to state."""
+    """A compiled function that trains some steps from the latest state."""
 
     def __init__(self, arguments, audited: bool):
         from jaxaudit import Taps
@@ -95,13 +95,13 @@ class trainer:
         self()
 
     def __call__(self) -> None:
-        """Some steps, in one program, as an audit's."""
+        """Trains some steps in one program, as an audit does."""
         self.state, loss = self.compiled(self.state, self.learner.data, jnp.int32(1))
         jax.block_until_ready(loss)
 
 
 def sizes_of(candidate) -> str:
-    """What a compiled step needs."""
+    """Returns the memory of a compiled step as text, or "" for other candidates."""
     if not isinstance(candidate, trainer):
         return ""
     sizes = candidate.compiled.memory_analysis()
@@ -110,23 +110,23 @@ def sizes_of(candidate) -> str:
 
 
 def learner_of(size: str, batch: int, length: int, audited: bool, vocabulary: int = VOCABULARY, **settings):
-    """A learner on random tokens, and its algorithm."""
+    """Returns a learner on random tokens, and its algorithm."""
     from jaxaudit.core.learner import Learner
     from jaxaudit.learners.language_model import Data, LanguageModel, LanguageModelSettings
 
-    chosen = {"accumulation": 2 if audited and batch > 1 else 1, "telemetry": "full" if audited else "basic"}
-    made = LanguageModelSettings(
-        size=size, context=length, batch_size=batch, held_out=1, validation=1, evaluations=0, **chosen | settings
+    defaults = {"accumulation": 2 if audited and batch > 1 else 1, "telemetry": "full" if audited else "basic"}
+    model_settings = LanguageModelSettings(
+        size=size, context=length, batch_size=batch, held_out=1, validation=1, evaluations=0, **defaults | settings
     )
     tokens = np.random.default_rng(0).integers(0, vocabulary, 50 * length).astype(np.uint16)
     held_out = tokens[None, : length + 1]
-    algorithm = LanguageModel(vocabulary, made)
+    algorithm = LanguageModel(vocabulary, model_settings)
     data = Data(tokens, held_out, held_out, None)
     return Learner(algorithm.init, algorithm.step, data=data, init_reads_data=True), algorithm
 
 
 def losses(arguments) -> tuple[str, dict]:
-    """Gradients of the cross entropy over a vocabulary, blockwise and plain."""
+    """Times gradients of the cross entropy over a vocabulary, blockwise and plain."""
     from jaxaudit.kernels.output_layer import cross_entropy
 
     batch, width = (8, 768) if not arguments.quick else (1, 16)
@@ -165,20 +165,20 @@ def losses(arguments) -> tuple[str, dict]:
 
 
 def memory(arguments) -> tuple[str, dict]:
-    """The compiled step's plan, and the process's peak when it has run, one lane, rematerialised."""
+    """Compares the planned memory of a rematerialised lane with the peak of the process."""
     rows, data = [], {}
     for size in arguments.sizes:
         command = [sys.executable, str(Path(__file__).with_name("gpt2_memory.py")), size, str(arguments.length)]
-        found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
-        data[size] = found
+        result = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+        data[size] = result
         rows.append(
             (
                 size,
-                f"{found['planned'] / 2**30:.2f} GiB",
-                f"{found['peak'] / 2**30:.2f} GiB",
-                f"{found['peak'] / found['planned'] - 1:+.1%}",
-                f"{found['compile_seconds']:.1f}",
-                f"{found['step_seconds']:.1f}",
+                f"{result['planned'] / 2**30:.2f} GiB",
+                f"{result['peak'] / 2**30:.2f} GiB",
+                f"{result['peak'] / result['planned'] - 1:+.1%}",
+                f"{result['compile_seconds']:.1f}",
+                f"{result['step_seconds']:.1f}",
             )
         )
     header = ("one lane, rematerialised", "planned", "peak while it ran", "difference", "compile, s", "step, s")
@@ -186,7 +186,7 @@ def memory(arguments) -> tuple[str, dict]:
 
 
 def lanes(arguments) -> tuple[str, dict]:
-    """Lanes of a model of 11M parameters, run in every way; what "auto" takes, by its own short measurement."""
+    """Times lanes of a model of 11M parameters for every execution, and reports the choice of "auto"."""
     import jaxaudit as ja
     from jaxaudit.core.batches import layout
     from jaxaudit.core.grid import plan
@@ -198,7 +198,7 @@ def lanes(arguments) -> tuple[str, dict]:
     grid = plan(learner, [ja.lr_spike(10.0, onset=1)], seeds=2, steps=100, execution="auto")
     _, measured = choice.autotune(grid, steps)
 
-    def going(grid):
+    def trainer_of(grid):
         engine, batch = Engine(grid, steps), layout(grid)[1]
         states = engine.initial(batch)
 
@@ -209,18 +209,18 @@ def lanes(arguments) -> tuple[str, dict]:
         once()
         return once
 
-    ways = {name: going(candidate) for name, candidate in choice.candidates(grid).items()}
-    timings = common.interleave(ways, arguments.repetitions)
+    candidates = {name: trainer_of(candidate) for name, candidate in choice.candidates(grid).items()}
+    timings = common.interleave(candidates, arguments.repetitions)
     count = len(layout(grid)[1].seeds)
     best = min(timings.values(), key=lambda timing: timing.median)
-    taken = max(measured, key=measured.__getitem__)
+    chosen = max(measured, key=measured.__getitem__)
     work = count * steps * 8 * length
     rows = [
-        (name + (" (taken)" if name == taken else ""), timing.rate(work), str(common.paired_ratio(best, timing)))
+        (name + (" (taken)" if name == chosen else ""), timing.rate(work), str(common.paired_ratio(best, timing)))
         for name, timing in timings.items()
     ]
     header = (f"{count} lanes of {size}, 8 x {length}", "tokens/s", "x of the fastest")
-    return common.table(header, rows), {"lanes": timings, "taken": taken, "measured": measured}
+    return common.table(header, rows), {"lanes": timings, "taken": chosen, "measured": measured}
 
 
 PARTS = {"training": training, "losses": losses, "memory": memory, "lanes": lanes}

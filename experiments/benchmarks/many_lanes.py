@@ -1,13 +1,13 @@
-"""Thousands of lanes of a learner that costs nothing: where a run's time, memory and disk go.
+"""Thousands of lanes of a learner without cost: time, memory and disk space of a run, by phase.
 
     python many_lanes.py [--before FOLDER]
 
-`jaxaudit run` of the quadratic learner of the tests, 400 steps, and its report, each time in a process of its own. With
-`--before`, a folder of another checkout of this repository in which `jaxaudit` can be imported, the two take turns.
+Each measurement is `jaxaudit run` of the quadratic learner of the tests for 400 steps, and its report, in a separate
+process. With `--before`, the folder of another checkout in which `jaxaudit` can be imported, the two take turns.
 
-Every second belongs to one phase. Planning: from the spec to the stored plan, and what each lane does as arrays.
-Compiling: XLA, waited for. Training. Storing: states, rows, telemetry. Metrics: derived channels and tables. Report.
-What is left is told as other. Imports are not timed.
+Every second is attributed to one phase. Planning is from the spec to the stored plan, with the lanes' disturbances as
+arrays; compiling is waiting for XLA; storing is of states, rows and telemetry; metrics are derived channels and tables.
+The remaining time is reported as other. Imports are not timed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GRIDS = {
     "1x2000": (1, 8, 83, 3),
     "1000x2": (1000, 1, 1, 1),
 }
-"""Seeds, onsets, magnitudes of every kind, kinds: conditions are onsets x (kinds x magnitudes + the control)."""
+"""Seeds, onsets, magnitudes of each kind, kinds. Conditions are onsets x (kinds x magnitudes + the control)."""
 
 KINDS = ("lr_spike", "weight_noise", "gradient_scale")
 
@@ -72,42 +72,42 @@ def main() -> None:
     options.add_argument("--before", type=Path, metavar="FOLDER", help="another checkout, measured in turns with this")
     options.add_argument("--grids", nargs="+", choices=GRIDS, default=list(GRIDS)[:3], help="seeds x conditions")
     options.add_argument("--steps", type=int, default=400)
-    options.add_argument("--keep", type=Path, metavar="DIR", help="runs into this folder, and leaves them there")
+    options.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs in this folder")
     options.add_argument("--one", choices=GRIDS, help=argparse.SUPPRESS)
     arguments = options.parse_args()
     if arguments.quick:
         arguments.repetitions, arguments.steps, arguments.grids = 1, 60, arguments.grids[:1]
     if arguments.one:
-        print(json.dumps(one(arguments)))
+        print(json.dumps(measure_here(arguments)))
         return
     versions = {"before": arguments.before.resolve()} if arguments.before else {}
     versions["now"] = ROOT
-    found = {grid: {name: [] for name in versions} for grid in arguments.grids}
+    results = {grid: {name: [] for name in versions} for grid in arguments.grids}
     for repetition in range(arguments.repetitions):
         for grid in arguments.grids:
             for name in versions if repetition % 2 == 0 else reversed(versions):
-                found[grid][name].append(apart(arguments, grid, name, versions[name]))
+                results[grid][name].append(measure_apart(arguments, grid, name, versions[name]))
     common.prepare_jax(arguments.devices)
-    common.finish(arguments, table(found), {"runs": found})
+    common.finish(arguments, table(results), {"runs": results})
 
 
-def table(found: dict[str, dict[str, list[dict]]]) -> str:
-    """A row for every grid and version: medians over the repetitions."""
+def table(results: dict[str, dict[str, list[dict]]]) -> str:
+    """Returns a table with medians over repetitions, one row for each grid and version."""
     rows = []
-    for grid, versions in found.items():
+    for grid, versions in results.items():
         for name, runs in versions.items():
             seconds = [common.Timing(tuple(run["seconds"][phase] for run in runs)).median for phase in PHASES]
-            whole = common.Timing(tuple(sum(run["seconds"].values()) for run in runs))
-            last = runs[-1]
+            total = common.Timing(tuple(sum(run["seconds"].values()) for run in runs))
+            latest = runs[-1]
             rows.append(
                 (
                     f"{grid}, {name}",
                     *(f"{s:.2f}" for s in seconds),
-                    f"{whole.median:.1f} ({min(whole.seconds):.1f} - {max(whole.seconds):.1f})",
+                    f"{total.median:.1f} ({min(total.seconds):.1f} - {max(total.seconds):.1f})",
                     *(f"{max(run[name] for run in runs) / 2**20:,.0f}" for name in ("run_peak_bytes", "peak_bytes")),
-                    f"{last['bytes'] / 2**20:.1f}",
-                    f"{last['telemetry_bytes'] / 2**20:.1f}",
-                    f"{last['files']:,}",
+                    f"{latest['bytes'] / 2**20:.1f}",
+                    f"{latest['telemetry_bytes'] / 2**20:.1f}",
+                    f"{latest['files']:,}",
                 )
             )
     header = ("seeds x conditions", *(f"{phase}, s" for phase in PHASES), "all, s: median (lowest - highest)")
@@ -116,20 +116,22 @@ def table(found: dict[str, dict[str, list[dict]]]) -> str:
     )
 
 
-def apart(arguments: argparse.Namespace, grid: str, name: str, checkout: Path) -> dict[str, Any]:
-    """One run, in a process of its own, by a checkout's package."""
+def measure_apart(arguments: argparse.Namespace, grid: str, name: str, checkout: Path) -> dict[str, Any]:
+    """Measures one run of a checkout's package in a separate process."""
     command = [sys.executable, __file__, "--one", grid, "--steps", str(arguments.steps)]
     command += ["--devices", str(arguments.devices)]
     if arguments.keep:
         command += ["--keep", str(arguments.keep / name)]
     path = os.pathsep.join(str(folder) for folder in (checkout, ROOT / "tests" / "helpers"))
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True, check=True)
+    process = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True, check=True
+    )
     print(f"{grid}, {name}: done", file=sys.stderr, flush=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 class Clock:
-    """Attributes every second to the phase of the innermost watched function that runs."""
+    """Attributes every second to the phase of the innermost watched function."""
 
     def __init__(self, phase: str):
         self.seconds: dict[str, float] = defaultdict(float)
@@ -137,22 +139,22 @@ class Clock:
         self._since = time.perf_counter()
 
     def enter(self, phase: str) -> None:
-        """A phase within the one that was."""
+        """Enters a nested phase."""
         self._tick()
         self._phases.append(phase)
 
     def leave(self) -> None:
-        """Back to the one that was."""
+        """Returns to the enclosing phase."""
         self._tick()
         self._phases.pop()
 
     def become(self, phase: str) -> None:
-        """The outermost one from now on."""
+        """Changes the outermost phase."""
         self._tick()
         self._phases[0] = phase
 
     def watch(self, owner: Any, name: str, phase: str) -> None:
-        """Every call of a function of a module or class is of a phase; nothing where there is no such function."""
+        """Attributes calls of a function of a module or class to a phase, if there is such a function."""
         if function := getattr(owner, name, None):
             setattr(owner, name, self._watched(function, phase))
 
@@ -172,8 +174,8 @@ class Clock:
         self._since = now
 
 
-def one(arguments: argparse.Namespace) -> dict[str, Any]:
-    """One run, in this process."""
+def measure_here(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measures one run in this process."""
     common.prepare_jax(arguments.devices)
     import jax
     import quadratic  # noqa: F401  registers the learner
@@ -181,19 +183,17 @@ def one(arguments: argparse.Namespace) -> dict[str, Any]:
     from jaxaudit import report
     from jaxaudit.core.batches import Batch
     from jaxaudit.execution.engine import Engine
-    from jaxaudit.runs import disk_sink as trained
-    from jaxaudit.runs import lifecycle as durable
-    from jaxaudit.runs import local_trainer as here
+    from jaxaudit.runs import disk_sink, lifecycle, local_trainer
     from jaxaudit.runs.collect import GatheredBatches
     from jaxaudit.spec import document
 
     jax.devices()
     seeds, onsets, magnitudes, kinds = GRIDS[arguments.one]
-    with tempfile.TemporaryDirectory() as place:
-        folder = (arguments.keep or Path(place)) / arguments.one
+    with tempfile.TemporaryDirectory() as workspace:
+        folder = (arguments.keep or Path(workspace)) / arguments.one
         text = spec_of(arguments.steps, seeds, onsets, magnitudes, KINDS[:kinds])
-        (Path(place) / "spec.toml").write_text(text)
-        document.load(Path(place) / "spec.toml")  # imports what it names
+        (Path(workspace) / "spec.toml").write_text(text)
+        document.load(Path(workspace) / "spec.toml")  # imports the modules of the learner and the task
         clock = Clock("planning")
         for owner, name, phase in (
             (Engine, "compile", "compiling"),
@@ -201,18 +201,18 @@ def one(arguments: argparse.Namespace) -> dict[str, Any]:
             (Engine, "advance", "training"),
             (Engine, "begin", "training"),
             (Batch, "lanes", "planning"),
-            *((here._LeaderSink, name, "storing") for name in ("restored", "rows", "reached")),
-            *((trained.FolderSink, name, "storing") for name in ("end", "source")),
-            (trained, "_load_onset", "storing"),
+            *((local_trainer._LeaderSink, name, "storing") for name in ("restored", "rows", "reached")),
+            *((disk_sink.FolderSink, name, "storing") for name in ("end", "source")),
+            (disk_sink, "_load_onset", "storing"),
             (GatheredBatches, "__init__", "storing"),
             (GatheredBatches, "accept", "storing"),
-            (durable, "write_results", "metrics"),
+            (lifecycle, "write_results", "metrics"),
             (report, "build", "report"),
         ):
             clock.watch(owner, name, phase)
-        go_on = durable._train_here
-        durable._train_here = lambda *given: (clock.become("other"), go_on(*given))
-        durable.run(document.load(Path(place) / "spec.toml"), folder)
+        train_here = lifecycle._train_here
+        lifecycle._train_here = lambda *arguments_: (clock.become("other"), train_here(*arguments_))
+        lifecycle.run(document.load(Path(workspace) / "spec.toml"), folder)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         report.build(folder)
         clock.become("other")
@@ -228,18 +228,20 @@ def one(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def spec_of(steps: int, seeds: int, onsets: int, magnitudes: int, kinds: tuple[str, ...]) -> str:
-    """A spec; onsets lie evenly between a quarter and three quarters of the run."""
-    at = [round(steps * (0.25 + 0.5 * i / max(1, onsets - 1))) for i in range(onsets)]
-    swept = [round(0.05 * 16 ** (i / max(1, magnitudes - 1)), 5) for i in range(magnitudes)]
+    """Returns a spec whose onsets are spaced evenly between a quarter and three quarters of the run."""
+    onset_steps = [round(steps * (0.25 + 0.5 * i / max(1, onsets - 1))) for i in range(onsets)]
+    sweep = [round(0.05 * 16 ** (i / max(1, magnitudes - 1)), 5) for i in range(magnitudes)]
     entries = [
-        ENTRY.format(kind=kind, magnitudes=swept, onsets=at, duration='"once"' if kind == "weight_noise" else 5)
+        ENTRY.format(
+            kind=kind, magnitudes=sweep, onsets=onset_steps, duration='"once"' if kind == "weight_noise" else 5
+        )
         for kind in kinds
     ]
     return SPEC.format(seeds=seeds, steps=steps) + "".join(entries)
 
 
 def size(folder: Path) -> int:
-    """Bytes that a folder takes on the disk."""
+    """Returns the bytes of a folder on disk."""
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
 
 

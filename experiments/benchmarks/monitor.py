@@ -1,7 +1,7 @@
-"""What a monitor costs: inside PPO's training loop, and to be fitted.
+"""The cost of a monitor, inside PPO's training loop and when it is fitted.
 
-Targets: at most 1.05 times the time of a PPO step with full telemetry; 60 seconds to fit one to 100 trainings of 500
-steps and 12 channels, compilation included.
+Targets are at most 1.05 times the time of a PPO step with full telemetry, and 60 seconds to fit a monitor to 100
+trainings of 500 steps and 12 channels, including compilation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WITH = {model: f"full telemetry, read by a monitor ({model})" for model in ("ens
 def main() -> None:
     """Runs the benchmark."""
     options = common.parser(__doc__.splitlines()[0], repetitions=60)
-    options.add_argument("--lanes", type=int, default=8, help="side by side, on all devices (%(default)s)")
+    options.add_argument("--lanes", type=int, default=8, help="lanes, on all devices together (%(default)s)")
     arguments = options.parse_args()
     if arguments.quick:
         arguments.repetitions, arguments.lanes = 2, 2
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def inside(arguments) -> dict:
-    """A step of PPO with and without a monitor, compiled and warm."""
+    """Returns functions that run a compiled PPO step with and without a monitor."""
     import jaxaudit as ja
     from jaxaudit.core import grid
     from jaxaudit.core.grid import disturbance
@@ -56,8 +56,8 @@ def inside(arguments) -> dict:
     lanes = Lanes(
         np.arange(arguments.lanes, dtype=np.uint32), jax.tree.map(lambda x: np.stack([x] * arguments.lanes), column)
     )
-    watched = {name: dataclasses.replace(program, watch=watch_of(program, model)) for model, name in WITH.items()}
-    programs = {WITHOUT: program, **watched}
+    monitored = {name: dataclasses.replace(program, watch=watch_of(program, model)) for model, name in WITH.items()}
+    programs = {WITHOUT: program, **monitored}
 
     def candidate(program):
         advance = common.Advance(program, lanes, 1)
@@ -71,21 +71,21 @@ def inside(arguments) -> dict:
 
 
 def watch_of(program, model):
-    """A monitor of all channels of a program's telemetry; what it was fitted to changes nothing of what it costs."""
+    """Returns a monitor of all channels of a program's telemetry, fitted to noise, which does not affect its cost."""
     from jaxaudit.core.program import telemetry_shapes
     from jaxaudit.monitoring.meta_state import Training
     from jaxaudit.monitoring.monitor import Monitor
     from jaxaudit.monitoring.watch import MonitorWatch, channel_names
 
-    shapes, known = telemetry_shapes(program), program.learner.channels
-    names = [channel for name, shape in shapes.items() for channel in channel_names(name, shape, known)]
+    shapes, channels = telemetry_shapes(program), program.learner.channels
+    names = [channel for name, shape in shapes.items() for channel in channel_names(name, shape, channels)]
     noise = np.random.default_rng(0).normal(size=(40, 60, len(names)))
-    monitor = Monitor.fit(named(noise, names), model=model, training=Training(iterations=1))
-    return MonitorWatch.for_telemetry(monitor, 0.05, shapes, known)
+    monitor = Monitor.fit(labelled(noise, names), model=model, training=Training(iterations=1))
+    return MonitorWatch.for_telemetry(monitor, 0.05, shapes, channels)
 
 
 def fit(model: str, quick: bool) -> float:
-    """Seconds to fit a monitor to 100 trainings, nearly all of them for its parameters."""
+    """Returns the seconds to fit a monitor to 100 trainings, nearly all of which are used for its parameters."""
     from jaxaudit.monitoring.meta_state import Training
     from jaxaudit.monitoring.monitor import Monitor
 
@@ -93,15 +93,15 @@ def fit(model: str, quick: bool) -> float:
     values = np.random.default_rng(0).normal(size=(runs, steps, channels))
     for step in range(1, steps):
         values[:, step] += 0.9 * values[:, step - 1]
-    clean = named(values, [f"channel {number}" for number in range(channels)])
+    clean = labelled(values, [f"channel {number}" for number in range(channels)])
     training = Training(iterations=2) if quick else Training()
-    begun = time.perf_counter()
+    start = time.perf_counter()
     Monitor.fit(clean, model=model, training=training, held_out=0.02)
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
-def named(values: np.ndarray, channels: list[str]) -> xr.DataArray:
-    """Runs `[n, T, d]`, labelled."""
+def labelled(values: np.ndarray, channels: list[str]) -> xr.DataArray:
+    """Returns runs `[n, T, d]` as a labelled array."""
     return xr.DataArray(values, dims=("run", "step", "channel"), coords={"channel": channels})
 
 

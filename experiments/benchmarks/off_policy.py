@@ -1,13 +1,13 @@
-"""Env steps per second of SAC and TD3 on HalfCheetah-v5, and of Stable-Baselines3's beside them.
+"""Env steps per second of SAC and TD3 on HalfCheetah-v5, compared with Stable-Baselines3.
 
-Both have Table S2's settings and one update for each env step, which is nearly all they do. The lanes are those of an
-audit, with full telemetry; Stable-Baselines3 runs with one environment, its default, or eight, with one PyTorch thread
-or one per core, and as one process or one per core. Neither side evaluates its policy, and both learn from the first
-steps on. "Audit" is a grid of 2 seeds x 15 conditions, as many as experiments/four_learners has, that fork from their
-seed's baseline at 30%; its env steps are those of all 30 lanes' whole trainings, as a user without forks would have to
-train them; its iterations are half as long as --env-steps. "Updates alone" are the lanes' updates of one minibatch over
-and over, written down with optax and nothing else: no environment, no replay buffer, no taps, no telemetry. The second
-table is what a replay buffer costs: time, for it must be written in place, and memory.
+Both have the settings of Table S2, with one update for each env step, which takes nearly all of the time. Lanes run as
+in an audit, with full telemetry. Stable-Baselines3 runs with one environment, its default, or eight, with one PyTorch
+thread or one per core, and as one process or one per core. Neither side evaluates its policy, and both learn from the
+first steps on. "Audit" is a grid of 2 seeds x 15 conditions, as in experiments/four_learners, forked at 30%; its env
+steps count the full training of all 30 lanes, as it would be without forks; its iterations are half as long as
+--env-steps. "Updates alone" repeats the lanes' updates on one minibatch with optax only, without environment, replay
+buffer, taps and telemetry. The second table is the cost of a replay buffer: the time of writing to it in place, and
+memory.
 """
 
 from __future__ import annotations
@@ -51,39 +51,39 @@ def main() -> None:
 
 
 def compare(arguments, name: str) -> dict:
-    """One learner against Stable-Baselines3's."""
+    """Compares one learner with that of Stable-Baselines3."""
     candidates, work, compile_seconds = {}, {}, {}
     for execution in arguments.execution:
         for lanes in arguments.lanes:
-            called = f"jaxaudit: {lanes} lanes, {execution}"
+            name_ = f"jaxaudit: {lanes} lanes, {execution}"
             advance = lanes_of(arguments, name, lanes, execution)
-            candidates[called] = functools.partial(untimed, advance, 1, 2)
-            work[called] = lanes * arguments.env_steps
-            compile_seconds[called] = advance.compile_seconds
-        called = f"jaxaudit: audit, {execution}, shared prefix counted for every lane"
-        candidates[called], work[called] = audit_of(arguments, name, execution)
-    called = f"updates alone: {max(arguments.lanes)} lanes"
-    candidates[called] = updates_alone(arguments, name, max(arguments.lanes))
-    work[called] = max(arguments.lanes) * arguments.env_steps
+            candidates[name_] = functools.partial(untimed, advance, 1, 2)
+            work[name_] = lanes * arguments.env_steps
+            compile_seconds[name_] = advance.compile_seconds
+        name_ = f"jaxaudit: audit, {execution}, shared prefix counted for every lane"
+        candidates[name_], work[name_] = audit_of(arguments, name, execution)
+    name_ = f"updates alone: {max(arguments.lanes)} lanes"
+    candidates[name_] = updates_alone(arguments, name, max(arguments.lanes))
+    work[name_] = max(arguments.lanes) * arguments.env_steps
     variants = [
         (processes, threads, envs)
         for processes, threads in sorted({(1, 1), (1, common.core_count()), (common.core_count(), 1)})
         for envs in (1, 8)
     ]
     for processes, threads, envs in [] if arguments.no_sb3 else variants[: 1 if arguments.quick else None]:
-        called = f"SB3: processes {processes}, threads {threads}, environments {envs}"
-        candidates[called] = functools.partial(
+        name_ = f"SB3: processes {processes}, threads {threads}, environments {envs}"
+        candidates[name_] = functools.partial(
             common.sb3, arguments.python, name, arguments.sb3_steps, processes, threads, envs
         )
-        work[called] = processes * arguments.sb3_steps
+        work[name_] = processes * arguments.sb3_steps
     timings = common.interleave(candidates, arguments.repetitions)
-    rates = {called: work[called] / timing.median for called, timing in timings.items()}
-    best = max((rate for called, rate in rates.items() if called.startswith("SB3: processes 1,")), default=float("nan"))
-    rows = [(called, t.rate(work[called]), f"{rates[called] / best:.2f}") for called, t in timings.items()]
+    rates = {name_: work[name_] / timing.median for name_, timing in timings.items()}
+    best = max((rate for name_, rate in rates.items() if name_.startswith("SB3: processes 1,")), default=float("nan"))
+    rows = [(name_, t.rate(work[name_]), f"{rates[name_] / best:.2f}") for name_, t in timings.items()]
     header = (name, "env steps/s: median (lowest - highest)", "x of the fastest single process")
     return {
         "table": common.table(header, rows),
-        "seconds": {called: timing.seconds for called, timing in timings.items()},
+        "seconds": {name_: timing.seconds for name_, timing in timings.items()},
         "env_steps": work,
         "env_steps_per_second": rates,
         "compile_seconds": compile_seconds,
@@ -91,7 +91,7 @@ def compare(arguments, name: str) -> dict:
 
 
 def audit_of(arguments, name: str, execution: str) -> tuple[common.Audit, int]:
-    """A grid with all that an audit trains, and the env steps of its lanes' whole trainings."""
+    """Returns a compiled grid, and the env steps of all lanes if each were trained from the start."""
     import jaxaudit as ja
     from jaxaudit.core import grid
 
@@ -103,13 +103,13 @@ def audit_of(arguments, name: str, execution: str) -> tuple[common.Audit, int]:
     return common.Audit(plan), len(plan.seeds) * len(plan.conditions) * plan.steps * settings["iteration_steps"]
 
 
-def as_execution(given: str) -> str | int:
-    """A batch size, or "vmap" or "map", as given on the command line."""
-    return int(given) if given.isdigit() else given
+def as_execution(option: str) -> str | int:
+    """Converts an option of the command line to an execution: a batch size, "vmap" or "map"."""
+    return int(option) if option.isdigit() else option
 
 
 def updates_alone(arguments, name: str, lanes: int) -> Callable[[], None]:
-    """As many updates of networks as an iteration has: gradients, Adam and target networks."""
+    """Returns a function that runs the network updates of an iteration: gradients, Adam and target networks."""
     from jaxaudit.learners.rl.off_policy import Networks
     from jaxaudit.learners.rl.replay_buffer import Transitions
     from jaxaudit.learners.rl.sac import SAC, SACSettings
@@ -120,21 +120,21 @@ def updates_alone(arguments, name: str, lanes: int) -> Callable[[], None]:
     env = make(common.TASK)
     learner = algorithm(env, env.max_episode_steps, settings)
     adam = optax.adam(settings.learning_rate)
-    turns = [("critic", learner.critic_loss)] * settings.actor_delay + [("actor", learner.actor_loss)]
+    losses = [("critic", learner.critic_loss)] * settings.actor_delay + [("actor", learner.actor_loss)]
 
     def begin(key):
         params = learner.init_params(key)
         optimizer = {part: adam.init(params[part]) for part in params}
         widths = {"observation": (env.observation_size,), "next_observation": (env.observation_size,)}
         shapes = {field: widths.get(field, ()) for field in Transitions._fields} | {"action": (env.action_size,)}
-        drawn = {field: jax.random.uniform(key, (settings.batch_size, *shape)) for field, shape in shapes.items()}
-        return Networks(params, {part: params[part] for part in learner.targets}, optimizer), Transitions(**drawn)
+        batch = {field: jax.random.uniform(key, (settings.batch_size, *shape)) for field, shape in shapes.items()}
+        return Networks(params, {part: params[part] for part in learner.targets}, optimizer), Transitions(**batch)
 
     def update(networks, key, batch):
         params, optimizer = networks.params, networks.optimizer
-        for part, loss in turns:
-            now = Networks(params, networks.target, optimizer)
-            gradient, _ = jax.grad(loss, has_aux=True)(params[part], now, batch, key, learner.coefficients(params))
+        for part, loss in losses:
+            current = Networks(params, networks.target, optimizer)
+            gradient, _ = jax.grad(loss, has_aux=True)(params[part], current, batch, key, learner.coefficients(params))
             change, state = adam.update(gradient, optimizer[part])
             params = params | {part: optax.apply_updates(params[part], change)}
             optimizer = optimizer | {part: state}
@@ -149,43 +149,43 @@ def updates_alone(arguments, name: str, lanes: int) -> Callable[[], None]:
     mesh = jax.make_mesh((devices,), ("lanes",), axis_types=(jax.sharding.AxisType.Auto,))
     run = jax.jit(jax.shard_map(jax.vmap(train), mesh=mesh, in_specs=P("lanes"), out_specs=P("lanes")))
     keys = jax.random.split(jax.random.key(0), lanes)
-    ready = jax.device_put((*jax.vmap(begin)(keys), keys), jax.NamedSharding(mesh, P("lanes")))
-    jax.block_until_ready(run(*ready))
-    return functools.partial(wait_for, run, *ready)
+    inputs = jax.device_put((*jax.vmap(begin)(keys), keys), jax.NamedSharding(mesh, P("lanes")))
+    jax.block_until_ready(run(*inputs))
+    return functools.partial(wait_for, run, *inputs)
 
 
 def wait_for(run: Callable, *arguments) -> None:
-    """Runs it to its end."""
+    """Runs a function and waits for its results."""
     jax.block_until_ready(run(*arguments))
 
 
 def untimed(advance: common.Advance, start: int, stop: int) -> None:
-    """Trains and gives nothing back, so that who calls takes the time."""
+    """Trains and returns None, so that the caller measures the time."""
     advance(start, stop)
 
 
 def lanes_of(arguments, name: str, lanes: int, execution: str, **settings) -> common.Advance:
-    """Compiled lanes whose iteration is what is timed at once."""
+    """Returns compiled lanes, of which one iteration is timed."""
     import jaxaudit as ja
     from jaxaudit.core import grid
 
-    chosen = {"iteration_steps": arguments.env_steps, "learning_starts": 0, "buffer_size": 100_000, "evaluations": 0}
-    learner = getattr(ja.learners, name)(common.TASK, **chosen | settings)
+    defaults = {"iteration_steps": arguments.env_steps, "learning_starts": 0, "buffer_size": 100_000, "evaluations": 0}
+    learner = getattr(ja.learners, name)(common.TASK, **defaults | settings)
     plan = grid.plan(learner, [ja.lr_spike(10.0)], seeds=lanes, steps=100, execution=as_execution(execution))
     return common.Advance(plan.program, grid.lanes_of(plan.program, range(lanes), None), 10)
 
 
 def buffer(arguments, capacity: int) -> dict:
-    """What a replay buffer of a capacity costs, beside networks so small that it would show."""
+    """Measures the cost of a replay buffer of some capacity, with networks so small that it would be visible."""
     advance = lanes_of(arguments, "sac", 2, "vmap", **SMALL | {"buffer_size": capacity})
     spans = {stop: functools.partial(untimed, advance, 1, 1 + stop) for stop in (5, 10)}
     timings = common.interleave(spans, max(3, arguments.repetitions))
-    # The program copies its arguments once a call, however many iterations it runs.
+    # The program copies its arguments once in each call, independent of the number of iterations.
     seconds = timings[10].median - timings[5].median
     sizes = advance.compiled.memory_analysis()
-    each = advance(1, 1)[0].learner.buffer.value.nbytes / 2 / 2**20
+    buffer_mebibytes = advance(1, 1)[0].learner.buffer.value.nbytes / 2 / 2**20
     space = sizes.temp_size_in_bytes * arguments.devices / 2**20
-    return {"capacity": capacity, "row": (f"{capacity:,}", f"{seconds:.3g}", f"{each:.2f}", f"{space:.2f}")}
+    return {"capacity": capacity, "row": (f"{capacity:,}", f"{seconds:.3g}", f"{buffer_mebibytes:.2f}", f"{space:.2f}")}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What taps and telemetry cost: the same PPO learner with more and more of the audit in its program.
+"""The cost of taps and telemetry: the same PPO learner with successively more of the audit in its program.
 
-Target: closed taps and basic telemetry take at most 1.10 times the bare learner's time.
+The target is that closed taps and basic telemetry take at most 1.10 times the time of the bare learner.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ BARE = "bare: only performance, no kinds"
 def main() -> None:
     """Runs the benchmark."""
     options = common.parser(__doc__.splitlines()[0])
-    options.add_argument("--lanes", type=int, default=16, help="side by side, on all devices (%(default)s)")
-    options.add_argument("--steps", type=int, default=4, help="iterations a timing takes (%(default)s)")
-    options.add_argument("--epochs", type=int, nargs="+", default=[], help="(a) with so many epochs of updates, too")
+    options.add_argument("--lanes", type=int, default=16, help="lanes, on all devices together (%(default)s)")
+    options.add_argument("--steps", type=int, default=4, help="iterations of a timing (%(default)s)")
+    options.add_argument("--epochs", type=int, nargs="+", default=[], help="also (a) with these numbers of epochs")
     arguments = options.parse_args()
     if arguments.quick:
         arguments.repetitions, arguments.lanes, arguments.steps = 2, 2, 1
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def build(arguments) -> dict:
-    """The candidates by name, compiled and warm."""
+    """Returns the compiled candidates by name."""
     import jaxaudit as ja
     from jaxaudit.core import grid, sites
     from jaxaudit.core.perturbation import chain, conditions, control
@@ -51,11 +51,11 @@ def build(arguments) -> dict:
         return state, {"performance": telemetry["performance"]}
 
     bare = dataclasses.replace(basic, step=only_performance)
-    found = sites.find_sites(basic, run)
+    tapped_sites = sites.find_sites(basic, run)
     standard = [registry.perturbations[name] for name in registry.perturbations]
-    fitting = [f for f in standard if grid.site_misfit(f(), found) is None]
-    # At their neutral magnitudes open windows compute all they ever do, and the training stays healthy.
-    every = chain(*(f(f.neutral, onset=0, duration="end") for f in fitting))
+    fitting = [f for f in standard if grid.site_misfit(f(), tapped_sites) is None]
+    # At neutral magnitudes, open windows compute everything, and the training is not disturbed.
+    all_kinds = chain(*(f(f.neutral, onset=0, duration="end") for f in fitting))
     seeds = np.arange(arguments.lanes, dtype=np.uint32)
 
     def planned(perturbation):
@@ -65,8 +65,8 @@ def build(arguments) -> dict:
         column = grid.disturbance(condition, program, run)
         return Lanes(seeds, jax.tree.map(lambda x: np.stack([x] * len(seeds)), column))
 
-    program, noise = planned(every), ja.observation_noise(0.0, onset=0, duration="end")
-    never, always = lanes(program, control(0)), lanes(program, conditions([every], run)[0])
+    program, noise = planned(all_kinds), ja.observation_noise(0.0, onset=0, duration="end")
+    closed_lanes, open_lanes = lanes(program, control(0)), lanes(program, conditions([all_kinds], run)[0])
 
     def candidate(learner, lanes, program=program):
         program = dataclasses.replace(program, learner=learner)
@@ -80,9 +80,9 @@ def build(arguments) -> dict:
 
         return once
 
-    tapped, closed = candidate(basic, never)
+    tapped_program, closed = candidate(basic, closed_lanes)
     noisy = planned(noise)
-    acting, unseen = candidate(basic, lanes(noisy, control(0)), noisy)
+    noise_program, noise_closed = candidate(basic, lanes(noisy, control(0)), noisy)
     kinds = len(program.slots)
     updating = {
         f"basic telemetry, no kinds, epochs {n}": candidate(
@@ -94,11 +94,11 @@ def build(arguments) -> dict:
         BARE: candidate(bare, Lanes(seeds, None))[1],
         "(a) basic telemetry, no kinds": candidate(basic, Lanes(seeds, None))[1],
         f"(b) basic telemetry, {kinds} kinds, windows closed": closed,
-        f"(c) basic telemetry, {kinds} kinds, all windows open": timed(tapped, always),
-        f"(d) full telemetry, {kinds} kinds, windows closed": candidate(full, never)[1],
-        "(e) observation noise alone, closed": unseen,
+        f"(c) basic telemetry, {kinds} kinds, all windows open": timed(tapped_program, open_lanes),
+        f"(d) full telemetry, {kinds} kinds, windows closed": candidate(full, closed_lanes)[1],
+        "(e) observation noise alone, closed": noise_closed,
         "(f) observation noise alone, open: copies of the environments run": timed(
-            acting, lanes(noisy, conditions([noise], run)[0])
+            noise_program, lanes(noisy, conditions([noise], run)[0])
         ),
     } | updating
 

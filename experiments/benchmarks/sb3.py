@@ -1,6 +1,7 @@
-"""A learner of Stable-Baselines3 with Table S2's settings: warms up, says "ready", trains at a word, gives seconds.
+"""Times a learner of Stable-Baselines3 with the settings of Table S2.
 
-Called by `common.sb3`: `python sb3.py LEARNER THREADS ENVS STEPS`. The settings are those of ../returns/sb3_returns.py.
+It warms up, prints "ready", trains when it gets a line of input, and prints the seconds. `common.sb3` calls it as
+`python sb3.py LEARNER THREADS ENVS STEPS`. The settings are those of ../returns/sb3_returns.py.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ WARM_UP = {"ppo": 2048, "trpo": 2048, "sac": 512, "td3": 512}
 
 
 def main(learner: str, threads: int, envs: int, steps: int) -> None:
-    """Trains."""
+    """Warms up and trains."""
     torch.set_num_threads(threads)
     agent = sb3_returns.LEARNERS[learner]("HalfCheetah-v5", 0, envs)
-    agent.learning_starts = WARM_UP[learner] // 2  # of SAC and TD3: the rest of the warm-up learns
+    agent.learning_starts = WARM_UP[learner] // 2  # for SAC and TD3, so that the second half of the warm-up learns
     agent.learn(WARM_UP[learner])
     print("ready", flush=True)
     sys.stdin.readline()
-    begun = time.perf_counter()
+    start = time.perf_counter()
     agent.learn(steps, reset_num_timesteps=learner in ("ppo", "trpo"))
-    print(json.dumps({"seconds": time.perf_counter() - begun}), flush=True)
+    print(json.dumps({"seconds": time.perf_counter() - start}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Env steps per second of an audit of PPO or TRPO on HalfCheetah-v5, and of Stable-Baselines3's beside it.
+"""Env steps per second of an audit of PPO or TRPO on HalfCheetah-v5, compared with Stable-Baselines3.
 
-The audit: 8 seeds x (control and lr_spike 3, 10, 30; `--spikes` for other factors), forked at 30% of the run, as one
+The audit has 8 seeds x (control and lr_spike 3, 10, 30, or the factors of `--spikes`), forked at 30% of the run, as one
 compiled program with full telemetry. Stable-Baselines3 runs with one environment or eight, with one PyTorch thread or
-one per core, and as one process or one per core; every variant collects 2048 env steps an iteration. Neither side
-evaluates its policy. Beside both, C MuJoCo alone: as many simulations as the grid's lanes have, stepped under random
-actions by one thread per core. Nothing that simulates the task on it can be faster than that.
+one per core, and as one process or one per core; every variant collects 2048 env steps per iteration. Neither side
+evaluates its policy. For comparison, C MuJoCo alone runs as many simulations as the grid has, under random actions, by
+one thread per core. This is an upper bound for everything that simulates the task with C MuJoCo.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def main() -> None:
     timings = common.interleave(candidates, arguments.repetitions)
 
     computed = grid.lane_steps * ENV_STEPS
-    whole = len(grid.seeds) * len(grid.conditions) * grid.steps * ENV_STEPS
+    without_sharing = len(grid.seeds) * len(grid.conditions) * grid.steps * ENV_STEPS
     work = {name: processes * arguments.sb3_steps * ENV_STEPS for name, (processes, *_) in variants.items()}
     work |= {AUDIT: computed, SIMULATOR: simulations * (ENV_STEPS // ENVS)}
     rates = {name: work[name] / timing.median for name, timing in timings.items()}
     rows = [(name, t.rate(work[name]), f"{rates[AUDIT] / rates[name]:.2f}") for name, t in timings.items()]
-    rows.insert(1, ("jaxaudit, shared prefix counted for every lane", timings[AUDIT].rate(whole), ""))
+    rows.insert(1, ("jaxaudit, shared prefix counted for every lane", timings[AUDIT].rate(without_sharing), ""))
     markdown = common.table(("", "env steps/s: median (lowest - highest)", "jaxaudit is x times as fast"), rows)
     markdown += (
         f"\n\naudit: {len(grid.seeds)} seeds x {len(grid.conditions)} conditions, {grid.steps} iterations, "
@@ -75,37 +75,37 @@ def main() -> None:
         fastest = max((name for name, (processes, *_) in variants.items() if processes == 1), key=rates.__getitem__)
         markdown += (
             f"\nbest of Stable-Baselines3: {best}; ratio {rates[AUDIT] / rates[best]:.2f}, "
-            f"prefix counted for every lane {rates[AUDIT] / rates[best] * whole / computed:.2f}"
+            f"prefix counted for every lane {rates[AUDIT] / rates[best] * without_sharing / computed:.2f}"
             f"\nbest single process: {fastest}; ratio {rates[AUDIT] / rates[fastest]:.2f}, "
-            f"prefix counted for every lane {rates[AUDIT] / rates[fastest] * whole / computed:.2f}; "
+            f"prefix counted for every lane {rates[AUDIT] / rates[fastest] * without_sharing / computed:.2f}; "
             f"C MuJoCo alone {rates[SIMULATOR] / rates[fastest]:.2f}"
         )
     numbers = {
         "seconds": timings,
         "env_steps": work,
-        "env_steps_prefix_per_lane": whole,
+        "env_steps_prefix_per_lane": without_sharing,
         "env_steps_per_second": rates,
     }
     common.finish(arguments, markdown, numbers | {"compile_seconds": compile_seconds, "best_sb3": best})
 
 
 def build(arguments):
-    """The grid, a call that runs all of it, and the seconds its compilation took."""
+    """Returns the grid, a function that trains it, and the seconds of its compilation."""
     import jaxaudit as ja
     from jaxaudit.core import grid
     from jaxaudit.core.program import compiled
-    from jaxaudit.execution import grid_program as whole
+    from jaxaudit.execution import grid_program
 
     learner = getattr(ja.learners, arguments.learner)(common.TASK, evaluations=0)
     duration = max(1, min(10, arguments.steps // 2))
     spike = ja.lr_spike(ja.sweep(*arguments.spikes), onset=0.3, duration=duration)
-    # The baseline goes on past the onset by the share that 50 steps are of a run of 489, a million env steps.
+    # The baseline continues past the onset by the same share as 50 steps of a run of 489 (a million env steps).
     tail = round(arguments.steps * 50 / 489)
     plan = grid.plan(learner, [spike], seeds=arguments.seeds, steps=arguments.steps, tail=tail)
-    data = whole.inputs(plan)
-    begun = time.perf_counter()
+    data = grid_program.inputs(plan)
+    start = time.perf_counter()
     program = compiled(plan.program).lower(data).compile()
-    compile_seconds = time.perf_counter() - begun
+    compile_seconds = time.perf_counter() - start
     placed = jax.tree.map(jax.device_put, (data,), program.input_shardings[0])
 
     def audit() -> None:
@@ -115,7 +115,7 @@ def build(arguments):
 
 
 def simulate(simulations: int) -> float:
-    """Seconds that C MuJoCo takes for an iteration's env steps in every simulation, spread evenly over the cores."""
+    """Returns the seconds of C MuJoCo for one iteration's env steps of all simulations, distributed over the cores."""
     env = make(common.TASK, "c")
     steps = ENV_STEPS // ENVS
     shares = np.array_split(np.arange(simulations), common.core_count())
@@ -128,12 +128,12 @@ def simulate(simulations: int) -> float:
             batch.step(nstep=env.task.frame_skip)
 
     threads = [threading.Thread(target=step, args=pair) for pair in zip(batches, actions, strict=True)]
-    begun = time.perf_counter()
+    start = time.perf_counter()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

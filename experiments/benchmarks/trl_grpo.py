@@ -1,10 +1,10 @@
-"""TRL's GRPOTrainer at the shapes of `dialogues.py`: warms up, says "ready", trains at a word, gives seconds.
+"""Times TRL's GRPOTrainer at the shapes of `dialogues.py`.
 
-Called by `common.WarmProcesses`: `python trl_grpo.py THREADS WIDTH DEPTH HEADS ITERATIONS LENGTHS`, by a Python with
-torch, transformers and trl. It trains on a GPU where there is one. An iteration is 8 prompts of 2 tokens, 8 rows of
-each with up to 22 tokens more, and 2 epochs of 2 minibatches; no reference model, no tools and no held-out rows, which
-the other side has. Rows end after as many tokens as LENGTHS says, numbers with commas between them, of which each row
-draws one.
+It warms up, prints "ready", trains when it gets a line of input, and prints the seconds. `common.WarmProcesses` calls
+it as `python trl_grpo.py THREADS WIDTH DEPTH HEADS ITERATIONS LENGTHS`, by a Python with torch, transformers and trl.
+It trains on a GPU if there is one. An iteration has 8 prompts of 2 tokens, 8 rows of each with up to 22 further tokens,
+and 2 epochs of 2 minibatches. It has no reference model, no tools and no held-out rows, which jaxaudit's side has. The
+length of each row is sampled from LENGTHS, numbers separated by commas.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 
-del sys.path[0]  # this folder has a kernels.py, and transformers looks for a package of that name
+del sys.path[0]  # this folder has a kernels.py, which would shadow a package that transformers imports
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
@@ -30,7 +30,7 @@ from transformers import (  # noqa: E402
 )
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-VOCABULARY, PROMPT, OWN, END = 21, 2, 22, 1
+VOCABULARY, PROMPT, COMPLETION, END = 21, 2, 22, 1
 PROMPTS, MEMBERS, EPOCHS, MINIBATCHES = 8, 8, 2, 2
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WARM = 5 if DEVICE == "cuda" else 20
@@ -38,19 +38,19 @@ WORDS = ("<pad>", "<end>", *(f"w{i}" for i in range(VOCABULARY - 2)))
 
 
 def wait() -> None:
-    """Until the device has done what it was given."""
+    """Waits for the device."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()
 
 
 class Clock(TrainerCallback):
-    """Waits for the word after the warm iterations, and begins to count."""
+    """Waits for input after the warm-up, and then takes the time."""
 
     def __init__(self, say):
         self.say, self.begun = say, 0.0
 
     def on_step_end(self, args, state, control, **_):
-        """At the end of the last warm update."""
+        """Waits at the end of the last update of the warm-up."""
         if state.global_step == WARM * EPOCHS * MINIBATCHES:
             wait()
             self.say("ready")
@@ -59,42 +59,45 @@ class Clock(TrainerCallback):
 
 
 class Ending(LogitsProcessor):
-    """Lets each row end after so many tokens as it has drawn, and not before."""
+    """Lets each row end exactly at its sampled length."""
 
     def __init__(self, lengths: list[int]):
         self.lengths = torch.tensor(lengths, device=DEVICE)
         self.drawn = self.lengths
 
     def __call__(self, input_ids, scores):
-        """Scores `[N, V]` of the next tokens, of which the end is possible, or all that is."""
-        written = input_ids.shape[1] - PROMPT
-        if written == 0:
+        """Returns scores `[N, V]` of the next tokens that force the end, or exclude it."""
+        position = input_ids.shape[1] - PROMPT
+        if position == 0:
             self.drawn = self.lengths[torch.randint(len(self.lengths), (len(scores),), device=DEVICE)]
-        ends = (self.drawn == written + 1)[:, None]
+        ends = (self.drawn == position + 1)[:, None]
         is_end = (torch.arange(scores.shape[1], device=DEVICE) == END)[None]
         return scores.masked_fill(ends ^ is_end, -torch.inf)
 
 
 class Model(GPT2LMHeadModel):
-    """Whose rows end where `ending` says."""
+    """A model whose rows end as `ending` determines."""
 
     ending: Ending
 
     def generate(self, *args, **kwargs):
-        """As its own, with one more processor."""
+        """Generates with the additional processor."""
         return super().generate(*args, logits_processor=[self.ending], **kwargs)
 
 
 def main(threads: int, width: int, depth: int, heads: int, iterations: int, lengths: list[int]) -> None:
-    """Trains."""
+    """Warms up and trains."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    out, sys.stdout = sys.stdout, sys.stderr  # what the trainer prints is none of the caller's
+    out, sys.stdout = (
+        sys.stdout,
+        sys.stderr,
+    )  # the caller reads standard output, so the trainer prints to standard error
 
-    def say(line: str) -> None:
+    def print_line(line: str) -> None:
         print(line, file=out, flush=True)
 
-    clock = Clock(say)
+    clock = Clock(print_line)
     words = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
     words.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
@@ -103,7 +106,7 @@ def main(threads: int, width: int, depth: int, heads: int, iterations: int, leng
     with tempfile.TemporaryDirectory() as folder:
         config = GPT2Config(
             vocab_size=VOCABULARY,
-            n_positions=PROMPT + OWN,
+            n_positions=PROMPT + COMPLETION,
             n_embd=width,
             n_layer=depth,
             n_head=heads,
@@ -122,7 +125,7 @@ def main(threads: int, width: int, depth: int, heads: int, iterations: int, leng
             steps_per_generation=MINIBATCHES,
             num_generations=MEMBERS,
             num_iterations=EPOCHS,
-            max_completion_length=OWN,
+            max_completion_length=COMPLETION,
             max_steps=(WARM + iterations) * EPOCHS * MINIBATCHES,
             learning_rate=3e-4,
             lr_scheduler_type="constant",
@@ -148,7 +151,7 @@ def main(threads: int, width: int, depth: int, heads: int, iterations: int, leng
         )
         trainer.train()
         wait()
-        say(json.dumps({"seconds": time.perf_counter() - clock.begun}))
+        print_line(json.dumps({"seconds": time.perf_counter() - clock.begun}))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Whether anything got slower: two checkouts' own benchmarks in turns, each with its own package, in one table.
+"""Compares the speed of two checkouts: runs the benchmarks of each with its package, in turns, and prints one table.
 
     python two_versions.py BEFORE AFTER [--parts ppo lanes sac td3 gpt2 grpo] [--repetitions 3]
 
-BEFORE and AFTER are folders of checkouts in which `jaxaudit` can be imported (`jaxaudit/kernels` a link to `kernels`).
-ppo: the audit of throughput.py, 8 seeds x 4 conditions; lanes: 16 lanes of lanes.py; sac, td3: four lanes of
-off_policy.py; gpt2: an audited step of a small GPT-2 as language_model.py times it; grpo: 8 lanes of dialogues.py,
-which version 0.1 does not have. Compiling is not timed.
+BEFORE and AFTER are folders of checkouts in which `jaxaudit` can be imported (`jaxaudit/kernels` is a link to
+`kernels`). The parts are: ppo, the audit of throughput.py with 8 seeds x 4 conditions; lanes, 16 lanes of lanes.py;
+sac and td3, four lanes of off_policy.py; gpt2, an audited step of a small GPT-2 as in language_model.py; grpo, 8 lanes
+of dialogues.py, which version 0.1 does not have. Compilation is not timed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PARTS = ("ppo", "lanes", "sac", "td3", "gpt2", "grpo")
 
 
 def main() -> None:
-    """Runs both sides, part by part."""
+    """Runs both checkouts, part by part."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("folders", type=Path, nargs=2, metavar="FOLDER")
     options.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
@@ -34,7 +34,7 @@ def main() -> None:
     if arguments.side:
         side(arguments.folders[0], arguments.side, arguments.quick)
         return
-    seconds = {part: compared(arguments, part) for part in arguments.parts}
+    seconds = {part: compare_part(arguments, part) for part in arguments.parts}
     print("| part | before, s | after, s | after / before, paired |\n| --- | --- | --- | --- |")
     for part, (before, after) in seconds.items():
         ratios = [b / a for a, b in zip(before, after, strict=True)]
@@ -47,12 +47,12 @@ def main() -> None:
 
 
 def spread(values: list[float]) -> str:
-    """Median (lowest - highest)."""
+    """Formats values as median (lowest - highest)."""
     return f"{statistics.median(values):.3g} ({min(values):.3g} - {max(values):.3g})"
 
 
-def compared(arguments: argparse.Namespace, part: str) -> tuple[list[float], list[float]]:
-    """Seconds of every repetition, before and after, in turns; which begins changes from round to round."""
+def compare_part(arguments: argparse.Namespace, part: str) -> tuple[list[float], list[float]]:
+    """Returns the seconds of each repetition, before and after; the order alternates between repetitions."""
     folders = [str(folder.resolve()) for folder in arguments.folders]
     command = [sys.executable, __file__, "--side", part, *["--quick"] * arguments.quick]
     running = [
@@ -65,24 +65,24 @@ def compared(arguments: argparse.Namespace, part: str) -> tuple[list[float], lis
         )
         for folder in folders
     ]
-    found: tuple[list[float], list[float]] = ([], [])
+    seconds: tuple[list[float], list[float]] = ([], [])
     for process in running:
-        if read(process) != "ready":
+        if read_message(process) != "ready":
             sys.exit(f"{part} does not run")
     for repetition in range(arguments.repetitions):
-        for which in (0, 1) if repetition % 2 == 0 else (1, 0):
-            ask = running[which].stdin
-            assert ask
-            ask.write("go\n")
-            ask.flush()
-            found[which].append(float(read(running[which])))
+        for index in (0, 1) if repetition % 2 == 0 else (1, 0):
+            stdin = running[index].stdin
+            assert stdin
+            stdin.write("go\n")
+            stdin.flush()
+            seconds[index].append(float(read_message(running[index])))
     for process in running:
         process.communicate()
-    return found
+    return seconds
 
 
-def read(process: subprocess.Popen) -> str:
-    """Its next word; "" where it has ended."""
+def read_message(process: subprocess.Popen) -> str:
+    """Returns the next message of a process, or "" if it has ended."""
     assert process.stdout
     for line in process.stdout:
         if line.startswith("> "):
@@ -91,8 +91,8 @@ def read(process: subprocess.Popen) -> str:
 
 
 def side(folder: Path, part: str, quick: bool) -> None:
-    """Compiles a part with a checkout's own benchmarks, runs it at every word, and says how long that took."""
-    sys.path[0] = str(folder / "experiments" / "benchmarks")  # in the place of this script's own
+    """Compiles a part by a checkout's benchmarks, runs it for each line of input, and prints the seconds."""
+    sys.path[0] = str(folder / "experiments" / "benchmarks")  # replaces the folder of this script
     import common
 
     common.prepare_jax(1 if part == "gpt2" else common.core_count())
@@ -104,17 +104,17 @@ def side(folder: Path, part: str, quick: bool) -> None:
 
 
 def ppo(common, quick: bool):
-    """An audit, six iterations."""
+    """An audit of six iterations."""
     import throughput
 
-    given = argparse.Namespace(
+    options = argparse.Namespace(
         learner="ppo", seeds=1 if quick else 8, spikes=[3.0, 10.0, 30.0], steps=3 if quick else 6
     )
-    return throughput.build(given)[1]
+    return throughput.build(options)[1]
 
 
 def lanes(common, quick: bool):
-    """Sixteen lanes of PPO, two iterations."""
+    """Two iterations of sixteen lanes of PPO."""
     import jaxaudit as ja
 
     plan = ja.plan(
@@ -124,32 +124,32 @@ def lanes(common, quick: bool):
         from jaxaudit.core.batches import layout
     except ImportError:  # up to version 0.3
         from jaxaudit.batches import layout
-    given = layout(plan)[0].lanes(plan)
-    advance = common.Advance(plan.program, given, 2)
+    options = layout(plan)[0].lanes(plan)
+    advance = common.Advance(plan.program, options, 2)
     return lambda: advance(1, 3) and None
 
 
 def sac(common, quick: bool):
-    """Four lanes of SAC, an iteration of 256 env steps and updates."""
+    """One iteration of 256 env steps and updates of four lanes of SAC."""
     return off_policy(quick, "sac")
 
 
 def td3(common, quick: bool):
-    """The same of TD3."""
+    """The same for TD3."""
     return off_policy(quick, "td3")
 
 
 def off_policy(quick: bool, name: str):
-    """Lanes one after the other on each device."""
+    """One iteration of lanes that run one after another on each device."""
     import off_policy
 
-    given = argparse.Namespace(env_steps=64 if quick else 256)
-    advance = off_policy.lanes_of(given, name, 2 if quick else 4, "map")
+    options = argparse.Namespace(env_steps=64 if quick else 256)
+    advance = off_policy.lanes_of(options, name, 2 if quick else 4, "map")
     return lambda: off_policy.untimed(advance, 1, 2)
 
 
 def gpt2(common, quick: bool):
-    """Two audited steps of 8 x 128 tokens; of 11M parameters beside a vocabulary of 50,257."""
+    """Two audited steps of 8 x 128 tokens of a model of 11M parameters and a vocabulary of 50,257."""
     import language_model
 
     size, length = ("nano", 16) if quick else ("mini", 128)
@@ -157,11 +157,11 @@ def gpt2(common, quick: bool):
 
 
 def grpo(common, quick: bool):
-    """Lanes of GRPO on `hop`, one after the other on each core, twenty iterations."""
+    """Twenty iterations of lanes of GRPO on `hop` that run one after another on each core."""
     import dialogues
 
-    given = argparse.Namespace(quick=quick, size="micro", iterations=1 if quick else 20, execution=["map"])
-    return dialogues.advancing(given, dialogues.learner(given, performance_every=1_000), 2 if quick else 8)[0]
+    options = argparse.Namespace(quick=quick, size="micro", iterations=1 if quick else 20, execution=["map"])
+    return dialogues.advancing(options, dialogues.learner(options, performance_every=1_000), 2 if quick else 8)[0]
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Is a state-space model worth it? The monitor that has one against charts of all channels, which have none.
+"""Is a state-space model worth its cost? The monitor with a model against charts of all channels without one.
 
-    python experiments/detection/charts.py OUT             # trains what is not in OUT yet, compares, writes charts.csv
-    python experiments/detection/charts.py OUT --smoke     # a few seeds of others, to see that it runs
+    python experiments/detection/charts.py OUT             # trains what OUT lacks, compares, and writes charts.csv
+    python experiments/detection/charts.py OUT --smoke     # a smoke run with a few other seeds
 
-Three learners on which nothing was tuned: PPO on CartPole-v1, a small GPT-2 with contexts of 16, and stochastic
-gradient descent on a quadratic. Channels, envelopes, whitening, folds and thresholds are the same for all.
+Nothing was tuned on the three learners: PPO on CartPole-v1, a small GPT-2 with contexts of 16, and stochastic gradient
+descent on a quadratic. Channels, envelopes, whitening, folds and thresholds are the same for all.
 
-The rule, fixed before: a state-space model is the monitor's default only if its AUROC beats that of the best chart,
-with a paired interval above zero, on two learners or more; else the chart with the highest mean AUROC is.
+The decision rule was fixed before: a state-space model is the monitor's default only if its AUROC beats that of the
+best chart, with a paired interval above zero, on at least two learners; otherwise the chart with the highest mean AUROC
+is.
 """
 
 from __future__ import annotations
@@ -35,23 +36,23 @@ from jaxaudit.monitoring.state_space import LRU
 from jaxaudit.monitoring.telemetry import stack_channels, varying_channels
 
 FIRST = {"clean": 71_000, "disturbed": 72_000}
-"""Seeds that nothing has been run on before."""
+"""The first seeds, which no earlier experiment used."""
 
 SMOKE = {"clean": 100, "disturbed": 200}
-MINE = MonitorDetector(LRU())
+MODEL_DETECTOR = MonitorDetector(LRU())
 DIMENSIONS = 8
 
 
 @dataclass(frozen=True)
 class Study:
-    """A learner, and how it is trained and disturbed.
+    """A learner, and its training and disturbances.
 
     Attributes:
-      learner: makes it.
-      perturbations: each from half of the run on.
-      steps: of a run.
-      clean, disturbed: how many seeds.
-      execution: of the audit.
+      learner: a function that returns the learner.
+      perturbations: perturbations whose windows open at half of the run.
+      steps: the length of a run.
+      clean, disturbed: the numbers of seeds.
+      execution: the execution of the audit.
     """
 
     learner: Callable[[], ja.Learner]
@@ -63,7 +64,7 @@ class Study:
 
 
 def quadratic() -> ja.Learner:
-    """Momentum descent on |x|^2 / 2 in DIMENSIONS dimensions, with gradients that are noisy."""
+    """Momentum descent on |x|^2 / 2 in DIMENSIONS dimensions, with noisy gradients."""
     optimizer = ja.Optimizer(optax.trace(decay=0.5), 0.1, max_norm=100.0)
 
     def fresh(key):
@@ -97,7 +98,7 @@ def cartpole() -> ja.Learner:
 
 
 def language() -> ja.Learner:
-    """GPT-2 of two layers of width 48, on 128 tokens a step."""
+    """GPT-2 with two layers of width 48, trained on 128 tokens per step."""
     gpt2.SIZES["w48"] = gpt2.Size(48, 2, 2)
     return ja.learners.language_model(
         "python-stdlib",
@@ -146,7 +147,7 @@ def main() -> None:
     """Trains, compares and writes the tables."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("out", type=Path, help="folder of the results")
-    options.add_argument("--smoke", action="store_true", help="a few seeds of others")
+    options.add_argument("--smoke", action="store_true", help="a smoke run with a few other seeds")
     arguments = options.parse_args()
     prepare_jax()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -154,38 +155,40 @@ def main() -> None:
     for name, study in STUDIES.items():
         lanes = trained(name, study, arguments.out, arguments.smoke)
         settings = DetectionSettings(folds=2, alpha=0.3, fitted=0.5) if arguments.smoke else DetectionSettings()
-        tables.append(summarise(compare(lanes, [MINE, *CHARTS], settings), MINE.name).assign(learner=name))
+        tables.append(
+            summarise(compare(lanes, [MODEL_DETECTOR, *CHARTS], settings), MODEL_DETECTOR.name).assign(learner=name)
+        )
         print(
             f"{name}: {lanes.table.clean.sum()} clean, {(~lanes.table.clean).sum()} disturbed, d={len(lanes.channels)}"
         )
-    found = pd.concat(tables)[["learner", *tables[0].columns.drop("learner")]]
-    found.to_csv(arguments.out / "charts.csv", index=False, float_format="%.4g")
+    comparison = pd.concat(tables)[["learner", *tables[0].columns.drop("learner")]]
+    comparison.to_csv(arguments.out / "charts.csv", index=False, float_format="%.4g")
     if not arguments.smoke:
-        print(markdown(found), ruling(found), sep="\n\n")
+        print(markdown(comparison), decision(comparison), sep="\n\n")
 
 
 def trained(name: str, study: Study, out: Path, smoke: bool, first: Mapping[str, int] = FIRST) -> LabelledLanes:
-    """The lanes of a study, from `out` if they are there; `first` are the first seeds."""
+    """Returns the lanes of a study, read from `out` or trained; `first` has the first seeds."""
     parts = []
     for kind, perturbations in (("clean", ()), ("disturbed", study.perturbations)):
         count = {"clean": 10, "disturbed": 2} if smoke else {"clean": study.clean, "disturbed": study.disturbed}
-        begins = (SMOKE if smoke else first)[kind]
+        first_seed = (SMOKE if smoke else first)[kind]
         file = out / f"{name}-{kind}.nc"
         if not file.exists():
-            seeds = range(begins, begins + count[kind])
-            parts.append(found := rows(study, perturbations, seeds, kind == "clean"))
-            found.to_netcdf(file)
+            seeds = range(first_seed, first_seed + count[kind])
+            parts.append(telemetry := rows(study, perturbations, seeds, kind == "clean"))
+            telemetry.to_netcdf(file)
         else:
             parts.append(xr.load_dataset(file))
     values = np.concatenate([part["values"].values for part in parts])
     table = pd.concat([part.drop_dims(["step", "channel"]).to_dataframe() for part in parts], ignore_index=True)
     names = [str(channel) for channel in parts[0].channel.values]
-    read = varying_channels(values[table.clean.to_numpy()])
-    return LabelledLanes(name, tuple(np.array(names)[read]), values[..., read], table)
+    varying = varying_channels(values[table.clean.to_numpy()])
+    return LabelledLanes(name, tuple(np.array(names)[varying]), values[..., varying], table)
 
 
 def rows(study: Study, perturbations: Sequence[object], seeds: range, clean: bool) -> xr.Dataset:
-    """Telemetry `[lane, step, channel]` of all lanes of an audit; of one of disturbed seeds, all but the controls."""
+    """Returns telemetry `[lane, step, channel]` of an audit: of the controls if `clean`, else of the other lanes."""
     result = ja.audit(
         study.learner(),
         list(perturbations),
@@ -194,52 +197,59 @@ def rows(study: Study, perturbations: Sequence[object], seeds: range, clean: boo
         execution=study.execution,
         settings=MetricSettings(window=20, hold=30),
     )
-    chosen = [0] if clean else range(1, result.telemetry.sizes["condition"])
+    columns_ = [0] if clean else range(1, result.telemetry.sizes["condition"])
     values = (
-        stack_channels(result.telemetry).transpose("seed", "condition", "step", "channel").isel(condition=list(chosen))
+        stack_channels(result.telemetry)
+        .transpose("seed", "condition", "step", "channel")
+        .isel(condition=list(columns_))
     )
-    kinds = result.telemetry.isel(condition=list(chosen))
-    each, lanes = len(kinds.condition), len(seeds) * len(kinds.condition)
+    kinds = result.telemetry.isel(condition=list(columns_))
+    condition_count, lanes = len(kinds.condition), len(seeds) * len(kinds.condition)
     columns = {name: np.tile(kinds[name].values, len(seeds)) for name in ("condition", "perturbation", "magnitude")}
     table = columns | {
-        "seed": np.repeat(np.array(seeds), each),
+        "seed": np.repeat(np.array(seeds), condition_count),
         "clean": np.full(lanes, clean),
         "onset": np.full(lanes, study.steps // 2),
-        "collapse_time": result.metrics.collapse_time.values[:, list(chosen)].ravel(),
+        "collapse_time": result.metrics.collapse_time.values[:, list(columns_)].ravel(),
     }
     data = {name: ("lane", column) for name, column in table.items()}
     flat = values.values.reshape(lanes, *values.shape[2:])
     return xr.Dataset(data | {"values": (("lane", "step", "channel"), flat)}, {"channel": values.channel.values})
 
 
-def markdown(found: pd.DataFrame) -> str:
-    """A row for each detector and learner, the best first."""
+def markdown(comparison: pd.DataFrame) -> str:
+    """Formats a row for each detector and learner."""
     head = ("learner", "detector", "AUROC", "detected", "false alarms", "monitor's gain in AUROC", "in share detected")
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for row in found.to_dict("records"):
-        own = row["detector"] == MINE.name
-        gains = ["", ""] if own else [interval(row, "gain_auroc"), interval(row, "gain_detected")]
+    for row in comparison.to_dict("records"):
+        is_model = row["detector"] == MODEL_DETECTOR.name
+        gains = ["", ""] if is_model else [interval(row, "gain_auroc"), interval(row, "gain_detected")]
         cells = [row["learner"], row["detector"], interval(row, "auroc"), interval(row, "detected")]
         lines.append("| " + " | ".join([*cells, f"{row['false_alarms']:.3f}", *gains]) + " |")
     return "\n".join(lines)
 
 
 def interval(row: dict, name: str) -> str:
-    """A figure and its interval."""
+    """Formats a value and its interval."""
     return f"{row[name]:.3f} [{row[f'{name}_low']:.3f}, {row[f'{name}_high']:.3f}]"
 
 
-def ruling(found: pd.DataFrame) -> str:
-    """What the rule says."""
-    wins, said = 0, []
-    for learner, figures in found.groupby("learner", sort=False):
-        best = best_chart(figures.reset_index(drop=True), MINE.name)
+def decision(comparison: pd.DataFrame) -> str:
+    """Applies the decision rule, and returns the result as text."""
+    wins, lines = 0, []
+    for learner, of_learner in comparison.groupby("learner", sort=False):
+        best = best_chart(of_learner.reset_index(drop=True), MODEL_DETECTOR.name)
         wins += best.gain_auroc_low > 0
-        said.append(f"{learner}: {MINE.name} minus {best.detector}: {interval(best, 'gain_auroc')}")
-    charts = found[found.detector != MINE.name].groupby("detector").auroc.mean().sort_values(ascending=False)
-    chosen = MINE.name if wins >= 2 else charts.index[0]
+        lines.append(f"{learner}: {MODEL_DETECTOR.name} minus {best.detector}: {interval(best, 'gain_auroc')}")
+    charts = (
+        comparison[comparison.detector != MODEL_DETECTOR.name]
+        .groupby("detector")
+        .auroc.mean()
+        .sort_values(ascending=False)
+    )
+    default = MODEL_DETECTOR.name if wins >= 2 else charts.index[0]
     means = ", ".join(f"{name} {value:.4f}" for name, value in charts.items())
-    return "\n".join([*said, f"mean AUROC of charts: {means}", f"the default: {chosen}"])
+    return "\n".join([*lines, f"mean AUROC of charts: {means}", f"the default: {default}"])
 
 
 if __name__ == "__main__":

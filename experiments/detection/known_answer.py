@@ -1,10 +1,10 @@
-"""Telemetry of a known law, disturbed at a known step: how much of it the monitor and every baseline detect.
+"""Detection of simulated disturbances at a known step, by the monitor and every baseline.
 
     python experiments/detection/known_answer.py -o OUT
 
-Four disturbances (planted.py says of what): a drift of all channels together, a growing noise of one channel, one
-channel on its way to a fold, and channels that forget faster while each step's distribution stays what it was. Shares
-have Wilson's intervals.
+The four disturbances (see planted.py) are a drift of all channels, growing noise in one channel, one channel that
+approaches a fold bifurcation, and channels whose autocorrelation falls while the distribution at each step stays the
+same. Shares have Wilson intervals.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from jaxaudit.monitoring.detector import MonitorDetector
 from jaxaudit.monitoring.state_space import LRU
 
 KINDS = ("drift", "ramp", "fold", "tempo")
-"""Of disturbances."""
+"""The kinds of disturbances."""
 
 
 def main() -> None:
-    """Compares, prints and writes the table."""
+    """Compares the detectors, and prints and writes the table."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("-o", dest="out", type=Path, required=True, help="folder of the results")
     options.add_argument("--clean", type=int, default=400, metavar="N", help="clean runs (%(default)s)")
@@ -35,20 +35,20 @@ def main() -> None:
     arguments = options.parse_args()
     prepare_jax()
     lanes = System().lanes(arguments.clean, arguments.disturbed, **{kind: SIZES[kind] for kind in KINDS})
-    said = compare(
+    comparison = compare(
         lanes, [MonitorDetector(LRU()), *standard_baselines(lanes.channels)], DetectionSettings(alpha=arguments.alpha)
     )
-    found = summarise_by_condition(said, list(said.detector.unique()))
+    summary = summarise_by_condition(comparison, list(comparison.detector.unique()))
     arguments.out.mkdir(parents=True, exist_ok=True)
-    found.to_csv(arguments.out / "known_answer.csv", index=False)
-    print(in_words(found).to_string())
+    summary.to_csv(arguments.out / "known_answer.csv", index=False)
+    print(share_table(summary).to_string())
 
 
-def in_words(found: pd.DataFrame) -> pd.DataFrame:
-    """A row for each detector and a column for each condition: the share detected, of clean runs with a false alarm."""
-    share = "{detected:.2f} [{detected_low:.2f}, {detected_high:.2f}]"
-    told = found.assign(share=[share.format(**row) for row in found.to_dict("records")])
-    return told.pivot_table(index="detector", columns="condition", values="share", aggfunc="first", sort=False)
+def share_table(summary: pd.DataFrame) -> pd.DataFrame:
+    """Returns a table of shares with an alarm, by detector and condition; for clean runs these are false alarms."""
+    template = "{detected:.2f} [{detected_low:.2f}, {detected_high:.2f}]"
+    shares = summary.assign(share=[template.format(**row) for row in summary.to_dict("records")])
+    return shares.pivot_table(index="detector", columns="condition", values="share", aggfunc="first", sort=False)
 
 
 if __name__ == "__main__":

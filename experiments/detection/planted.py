@@ -1,4 +1,4 @@
-"""Telemetry of a known law with a disturbance planted at a known step."""
+"""Simulated telemetry of a known process, with a disturbance that begins at a known step."""
 
 import numpy as np
 import pandas as pd
@@ -8,10 +8,10 @@ from jaxaudit.monitoring.labelled_lanes import LabelledLanes
 CHANNELS = 12
 STEPS, ONSET = 200, 80
 LATE = 4
-"""Channels that "timing" delays."""
+"""The number of channels that "timing" delays."""
 
 OFTEN = 0.05
-"""Share of the steps that have a spike."""
+"""The share of steps with a spike."""
 
 SIZES = {
     "drift": 0.5,
@@ -23,7 +23,7 @@ SIZES = {
     "dropouts": 0.7,
     "stuck": 0.85,
 }
-"""Of each kind of change, in the units of `System.runs`: one control chart or another sees 92% to all of such runs."""
+"""The size of each kind of change, in the units of `System.runs`; some chart detects at least 92% of the runs."""
 
 
 class System:
@@ -37,26 +37,28 @@ class System:
         self.std = np.sqrt((1 + (self.loading**2).sum(1)) / (1 - self.decay**2))
 
     def runs(self, count, seed, kind="clean", size=0.0):
-        """`[count, STEPS, CHANNELS]`; from ONSET on disturbed.
+        """Simulates runs `[count, STEPS, CHANNELS]` that are disturbed from ONSET on.
 
-        "drift": every channel moves by `size` of its standard deviations, within 40 steps. "ramp": the first channel's
-        noise grows by the factor 1 + `size` within 80 steps. "fold": the first channel's decay goes to 1, as before a
-        saddle-node bifurcation, and it escapes beyond. "tempo": every channel's decay is `size`, with noise by which
-        the channels' mean and covariance at a step stay what they are: what is usual changes in time alone. "timing":
-        the first LATE channels are read `size` steps late. Of the first channel, "spikes": it is off by `size` of its
-        standard deviations, up or down, at a share OFTEN of the steps; "dropouts": it reads 0, its mean, at a share
-        `size`; "stuck": it repeats its last reading at a share `size`.
+        The kinds are:
+        "drift": every channel moves by `size` of its standard deviations within 40 steps.
+        "ramp": the noise of the first channel grows by the factor 1 + `size` within 80 steps.
+        "fold": the decay of the first channel rises to 1, as before a saddle-node bifurcation, and beyond.
+        "tempo": the decay of every channel is `size`, with noise that keeps mean and covariance at each step.
+        "timing": the first LATE channels are delayed by `size` steps.
+        "spikes": the first channel deviates by `size` standard deviations, up or down, at a share OFTEN of the steps.
+        "dropouts": the first channel is 0, its mean, at a share `size` of the steps.
+        "stuck": the first channel repeats its last value at a share `size` of the steps.
         """
         random = np.random.default_rng(seed)
         x, rows = np.zeros((count, CHANNELS)), np.empty((count, STEPS, CHANNELS))
         for t in range(-60, STEPS):
-            since = max(t - ONSET, 0)
+            steps_since = max(t - ONSET, 0)
             noise = random.normal(size=(count, CHANNELS)) + random.normal(size=(count, 3)) @ self.loading.T
             decay = np.tile(self.decay, (count, 1))
             if kind == "ramp":
-                noise[:, 0] *= 1 + size * min(since / 80, 1)
+                noise[:, 0] *= 1 + size * min(steps_since / 80, 1)
             if kind == "fold":
-                decay[:, 0] += (1.0 + size - decay[:, 0]) * min(since / 100, 1)
+                decay[:, 0] += (1.0 + size - decay[:, 0]) * min(steps_since / 100, 1)
             if kind == "tempo" and t >= ONSET:
                 decay[:] = size
                 stationary = np.linalg.cholesky((1 - size**2) * self.covariance())
@@ -66,27 +68,27 @@ class System:
                 rows[:, t] = x
         if kind == "drift":
             rows[:, ONSET:] += size * self.std * self.sign * np.clip(np.arange(STEPS - ONSET) / 40, 0, 1)[:, None]
-        late = rows[:, ONSET:]
+        disturbed = rows[:, ONSET:]
         if kind == "timing":
-            late[..., :LATE] = rows[:, ONSET - size : STEPS - size, :LATE].copy()
+            disturbed[..., :LATE] = rows[:, ONSET - size : STEPS - size, :LATE].copy()
         chance = random.random((count, STEPS - ONSET))
         if kind == "spikes":
-            late[..., 0] += np.where(chance < OFTEN, size * self.std[0] * np.where(chance < OFTEN / 2, 1, -1), 0)
+            disturbed[..., 0] += np.where(chance < OFTEN, size * self.std[0] * np.where(chance < OFTEN / 2, 1, -1), 0)
         if kind == "dropouts":
-            late[chance < size, 0] = 0
+            disturbed[chance < size, 0] = 0
         if kind == "stuck":
             for t in range(ONSET, STEPS):
-                again = chance[:, t - ONSET] < size
-                rows[again, t, 0] = rows[again, t - 1, 0]
+                stuck = chance[:, t - ONSET] < size
+                rows[stuck, t, 0] = rows[stuck, t - 1, 0]
         return rows.astype(np.float32)
 
     def covariance(self):
-        """Of the channels at a step, `[CHANNELS, CHANNELS]`."""
+        """Returns the covariance of the channels at a step, `[CHANNELS, CHANNELS]`."""
         noise = np.eye(CHANNELS) + self.loading @ self.loading.T
         return noise / (1 - np.outer(self.decay, self.decay))
 
     def lanes(self, clean, disturbed, seed=0, **kinds):
-        """`LabelledLanes` of so many clean runs, and disturbed ones of each kind of this size, each of another seed."""
+        """Returns `LabelledLanes` of clean runs, and of disturbed runs for each kind and size, all with other seeds."""
         parts = [self.runs(clean, seed)]
         table = [{"seed": i, "clean": True, "condition": "control"} for i in range(clean)]
         for number, (kind, size) in enumerate(kinds.items(), 1):

@@ -1,4 +1,4 @@
-"""What the figures of these experiments share: learners by name, their colours, and statistics over four seeds."""
+"""Helpers of the figures of these experiments: names and colours of learners, and statistics over seeds."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from figures import markdown, save
 
-__all__ = ["COLORS", "NAMES", "colored", "markdown", "of_seeds", "said", "save"]
+__all__ = ["COLORS", "NAMES", "colored", "format_range", "markdown", "save", "seed_range"]
 
 NAMES = {"ppo_lm": "PPO", "grpo": "GRPO", "dapo": "DAPO", "dpo": "DPO", "dpo-1e-4": "DPO, rate 1e-4"}
 COLORS = dict(zip(NAMES.values(), ("#2c7fb8", "#b02f72", "#e8952c", "#4d4d4d", "#9aa0aa"), strict=True))
 
 
-def of_seeds(frame: pd.DataFrame, by: list[str], value: str) -> pd.DataFrame:
-    """Mean, lowest and highest over seeds."""
-    found = frame.groupby(by, sort=False)[value].agg(["mean", "min", "max"]).reset_index()
-    return found
+def seed_range(frame: pd.DataFrame, by: list[str], value: str) -> pd.DataFrame:
+    """Returns mean, minimum and maximum over seeds."""
+    statistics = frame.groupby(by, sort=False)[value].agg(["mean", "min", "max"]).reset_index()
+    return statistics
 
 
 def colored(names: dict[str, str], field: str = "learner", title: str | None = None) -> alt.Color:
-    """Colours by name."""
+    """Returns an encoding of colours by name."""
     scale = alt.Scale(domain=list(names), range=list(names.values()))
     return alt.Color(f"{field}:N", title=title, scale=scale, legend=alt.Legend(symbolOpacity=1, symbolType="circle"))
 
 
-def said(values: np.ndarray, form: str = ".2f") -> str:
-    """A mean, with the lowest and the highest seed."""
+def format_range(values: np.ndarray, form: str = ".2f") -> str:
+    """Formats a mean with the minimum and maximum over seeds."""
     return f"{values.mean():{form}} [{values.min():{form}}, {values.max():{form}}]"

@@ -1,13 +1,13 @@
-"""GRPO of a GPT-2 of 124M parameters through adapters, from Hugging Face's format and back.
+"""GRPO of a GPT-2 of 124M parameters with adapters, from Hugging Face's format and back.
 
     python lora_124m.py write OUT                        # a tokenizer, a random checkpoint, prompts and answers, a spec
-    JAX_NUM_CPU_DEVICES=1 python planned_memory.py OUT/spec.toml OUT/run    # as jaxaudit run; three iterations
-    jaxaudit export OUT/run -o OUT/policy                # the policy, adapters merged
-    python lora_124m.py read OUT                         # its logits, as jaxaudit reads it, and of the run's own rows
-    python transformers_logits.py OUT                    # with torch and transformers: the same ones there
+    JAX_NUM_CPU_DEVICES=1 python planned_memory.py OUT/spec.toml OUT/run    # like jaxaudit run; three iterations
+    jaxaudit export OUT/run -o OUT/policy                # the policy with merged adapters
+    python lora_124m.py read OUT                         # logits by jaxaudit, compared with the run's log-probabilities
+    python transformers_logits.py OUT                    # with torch and transformers: the same logits
 
-The checkpoint has what files of GPT-2 have, but for what they have learned: 50,257 tokens (byte pairs of the Python
-standard library's sources), 1,024 positions. Its matrices are random and twice as large as training begins with.
+The checkpoint has the format of GPT-2, but is not trained. It has 50,257 tokens (byte pairs of the Python standard
+library's sources) and 1,024 positions. Its matrices are random, and twice as large as usual initial ones.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ chunk = 1
 
 
 def main() -> None:
-    """Writes or reads."""
+    """Runs a command."""
     {"write": write, "read": read}[sys.argv[1]](Path(sys.argv[2]))
 
 
 def write(folder: Path) -> None:
-    """All that a run takes."""
+    """Writes all files that a run needs."""
     start = folder / "start"
     start.mkdir(parents=True)
     _tokenizer().save_model(str(start))
@@ -81,7 +81,7 @@ def write(folder: Path) -> None:
 
 
 def _tokenizer() -> ByteLevelBPETokenizer:
-    """Byte pairs without an end of text, which gets the last number, as GPT-2's has."""
+    """Trains byte pairs without an end of text, which gets the last number as in GPT-2."""
     encoder = ByteLevelBPETokenizer()
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("**/*.py"))
     texts = (file.read_text(errors="replace") for file in files if "site-packages" not in file.parts)
@@ -90,22 +90,24 @@ def _tokenizer() -> ByteLevelBPETokenizer:
 
 
 def read(folder: Path) -> None:
-    """The policy's log-probabilities beside those that the run stored of its last rows; its logits to a file."""
+    """Compares the policy's log-probabilities with those that the run stored for its last rows; stores its logits."""
     telemetry = load(folder / "run").telemetry.isel(seed=0, condition=0, step=-1)
     tokens = np.maximum(telemetry["shown_token"].values, 0).astype(np.int32)
-    own = telemetry["shown_role"].values[:, 1:] == telemetry["shown_role"].attrs["words"].index("own")
-    found = {}
+    policy_tokens = telemetry["shown_role"].values[:, 1:] == telemetry["shown_role"].attrs["words"].index("own")
+    logits = {}
     for name in ("policy", "start"):
         params = gpt2_checkpoint.load(folder / name, MODEL)
-        found[name] = np.asarray(jax.jit(_logits)(params, tokens))
-    np.savez(folder / "logits.npz", tokens=tokens, logits=found["policy"])
-    logs = np.asarray(jax.nn.log_softmax(found["policy"][:, :-1].astype(np.float64)))
-    told = np.take_along_axis(logs, tokens[:, 1:, None], axis=-1)[..., 0]
-    apart = np.abs(told - telemetry["shown_log_probability"].values[:, 1:])[own].max()
-    largest = np.abs(found["policy"]).max()
+        logits[name] = np.asarray(jax.jit(_logits)(params, tokens))
+    np.savez(folder / "logits.npz", tokens=tokens, logits=logits["policy"])
+    log_softmax = np.asarray(jax.nn.log_softmax(logits["policy"][:, :-1].astype(np.float64)))
+    log_probs = np.take_along_axis(log_softmax, tokens[:, 1:, None], axis=-1)[..., 0]
+    deviation = np.abs(log_probs - telemetry["shown_log_probability"].values[:, 1:])[policy_tokens].max()
+    largest = np.abs(logits["policy"]).max()
     print(f"largest logit: {largest:.3g}")
-    print(f"training moved logits by, of the largest: {np.abs(found['policy'] - found['start']).max() / largest:.3g}")
-    print(f"{own.sum()} own tokens' log-probabilities, the policy's from those the run stored: {apart:.3g}")
+    print(f"training moved logits by, of the largest: {np.abs(logits['policy'] - logits['start']).max() / largest:.3g}")
+    print(
+        f"{policy_tokens.sum()} policy tokens: log-probabilities minus those the run stored, at most: {deviation:.3g}"
+    )
 
 
 def _logits(params: gpt2.Params, tokens: jax.Array) -> jax.Array:

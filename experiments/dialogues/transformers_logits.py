@@ -1,4 +1,4 @@
-"""Logits by transformers of the policy that `lora_124m.py` trained. Needs torch and transformers.
+"""Compares transformers' logits with jaxaudit's, for the policy of `lora_124m.py`. Needs torch and transformers.
 
 python transformers_logits.py OUT
 """
@@ -14,18 +14,21 @@ from transformers import GPT2LMHeadModel
 
 
 def main() -> None:
-    """Compares."""
+    """Prints the differences."""
     folder = Path(sys.argv[1])
-    given = np.load(folder / "logits.npz")
-    model, told = GPT2LMHeadModel.from_pretrained(folder / "policy", output_loading_info=True)
-    print({what: found for what, found in told.items() if found} or "every tensor was read, and no other is there")
-    tokens = torch.tensor(given["tokens"], dtype=torch.long)
-    largest = np.abs(given["logits"]).max()
+    stored = np.load(folder / "logits.npz")
+    model, loading_info = GPT2LMHeadModel.from_pretrained(folder / "policy", output_loading_info=True)
+    print(
+        {kind: names for kind, names in loading_info.items() if names}
+        or "all tensors were loaded, and there are no others"
+    )
+    tokens = torch.tensor(stored["tokens"], dtype=torch.long)
+    largest = np.abs(stored["logits"]).max()
     for precision in (torch.float32, torch.float64):
         with torch.no_grad():
             logits = model.eval().to(precision)(tokens).logits.numpy()
-        apart = np.abs(logits - given["logits"]).max() / largest
-        print(f"logits from transformers' in {precision}, of the largest: {apart:.3g}")
+        deviation = np.abs(logits - stored["logits"]).max() / largest
+        print(f"logits from transformers' in {precision}, of the largest: {deviation:.3g}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Logs as TRL writes them: small runs of its GRPO, of which one has a learning rate times 100 from half of it on.
+"""Logs written by TRL: small runs of its GRPO, of which one has 100 times the learning rate in the second half.
 
     python trl_logs.py FOLDER
 
-trains, on a CPU in about a minute, a random GPT-2 of two layers to say "yes", and writes for every run
+trains a random GPT-2 of two layers to write "yes", on a CPU in about a minute, and writes for every run
 
-    FOLDER/<run>/trainer_state.json     what the trainer keeps with a checkpoint: `log_history` has what it logged
-    FOLDER/<run>/log.jsonl              the same as a callback gets it, one object a line
+    FOLDER/<run>/trainer_state.json     the state that the trainer stores with a checkpoint, with `log_history`
+    FOLDER/<run>/log.jsonl              the same logs from a callback, one object per line
 
-It takes torch, transformers and trl, which jaxaudit does not; nothing is downloaded.
+It needs torch, transformers and trl; nothing is downloaded.
 """
 
 import json
@@ -27,10 +27,10 @@ WORDS = ("<pad>", "<end>", "yes", "no", "is", "it", "?", *(f"w{i}" for i in rang
 
 
 class Disturb(TrainerCallback):
-    """Multiplies the rate of every update from a step on; the scheduler, and so the logged rate, know nothing of it."""
+    """Multiplies the learning rate of updates from a step on, without a change of the scheduler and the logged rate."""
 
     def on_pre_optimizer_step(self, args, state, control, optimizer, **_):
-        """The rate is the scheduler's again after the update."""
+        """Multiplies the rate, which the scheduler sets again after the update."""
         if state.global_step >= DISTURBED_FROM:
             for group in optimizer.param_groups:
                 group["lr"] *= FACTOR
@@ -43,18 +43,18 @@ class Lines(TrainerCallback):
         self.path = path
 
     def on_log(self, args, state, control, logs, **_):
-        """One object a line."""
+        """Writes one object as a line."""
         with self.path.open("a") as file:
             file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
 
 
 def says_yes(completions, **_):
-    """The share of a completion's words that are "yes"."""
+    """Returns for each completion the share of its words that are "yes"."""
     return [sum(word == "yes" for word in text.split()) / max(len(text.split()), 1) for text in completions]
 
 
 def train(folder: Path, seed: int, callbacks=()):
-    """One run, its logs in `folder`."""
+    """Trains one run, with its logs in `folder`."""
     folder.mkdir(parents=True)
     torch.manual_seed(seed)
     tokenizer = PreTrainedTokenizerFast(
@@ -62,7 +62,7 @@ def train(folder: Path, seed: int, callbacks=()):
     )
     size = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64}
     config = GPT2Config(vocab_size=len(WORDS), bos_token_id=1, eos_token_id=1, pad_token_id=0, **size)
-    start = folder / "start"  # the trainer reads it again, as the reference
+    start = folder / "start"  # the trainer loads it again as the reference
     GPT2LMHeadModel(config).save_pretrained(start)
     settings = GRPOConfig(
         output_dir=str(folder / "out"),
@@ -95,7 +95,7 @@ def train(folder: Path, seed: int, callbacks=()):
 
 
 def words() -> Tokenizer:
-    """A tokenizer of whole words."""
+    """Returns a tokenizer of words."""
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     return tokenizer

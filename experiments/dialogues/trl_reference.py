@@ -1,18 +1,18 @@
-"""What TRL's trainers make of one set of rows: advantages, losses, gradients by logits. Needs trl 1.16, torch, numpy.
+"""Reference advantages, losses and gradients of TRL's trainers for one set of rows. Needs trl 1.16, torch and numpy.
 
     python trl_reference.py OUT.npz
 
-Real, and called: `_generate_and_score_completions`, `_get_per_token_logps_and_entropies` and `_compute_loss` of
-`GRPOTrainer` and `RLOOTrainer`, `_compute_loss` of `DPOTrainer`, and the soft overlong punishment. Each trainer is made
-without its `__init__`, with the attributes that these methods read. In the place of what is around them:
+These methods are called: `_generate_and_score_completions`, `_get_per_token_logps_and_entropies` and `_compute_loss` of
+`GRPOTrainer` and `RLOOTrainer`, `_compute_loss` of `DPOTrainer`, and the soft overlong punishment. Trainers are created
+without `__init__`, with the attributes that these methods read. The rest is replaced:
 
-- the model: a table of logits `[rows, slots, V]`, whose output is the class that TRL's fused head gives;
-- `_generate`: the rows of this script; `_calculate_rewards`: its rewards;
-- the accelerator: one process;
-- buffering: `split_tensor_dict` of the scored rows into two minibatches in their order, unshuffled.
+- the model is a table of logits `[rows, slots, V]`, whose output has the class of TRL's fused head;
+- `_generate` returns the rows of this script, and `_calculate_rewards` its rewards;
+- the accelerator has one process;
+- buffering is `split_tensor_dict` of the scored rows into two minibatches, without shuffling.
 
-All in float64. OUT holds the inputs, and under `CASE.` what came out: `advantage` `[N]`, `loss` `[2]` of the two
-minibatches, `gradient` `[N, C, V]` of the sum of both losses, `weight` of corrections.
+All computations are in float64. OUT has the inputs, and for each case under `CASE.` the results: `advantage` `[N]`,
+`loss` `[2]` of the two minibatches, `gradient` `[N, C, V]` of the sum of both losses, and `weight` of corrections.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def main() -> None:
         "mis_sequence": token | {"vllm": "sequence_mask", "clip": (0.5, 2.0)},
     }
     for name, case in cases.items():
-        out |= {f"{name}.{what}": x for what, x in of_groups(GRPOTrainer, inputs, case).items()}
-    out |= {f"rloo.{what}": x for what, x in of_groups(RLOOTrainer, inputs, {"beta": 0.05}).items()}
-    out |= {f"dpo.{what}": x for what, x in of_pairs(inputs).items()}
+        out |= {f"{name}.{name_}": x for name_, x in group_results(GRPOTrainer, inputs, case).items()}
+    out |= {f"rloo.{name_}": x for name_, x in group_results(RLOOTrainer, inputs, {"beta": 0.05}).items()}
+    out |= {f"dpo.{name_}": x for name_, x in pair_results(inputs).items()}
     lengths = np.arange(1, 14)
     for buffer in (0, 4):
         punishment = get_soft_overlong_punishment(10, buffer)
@@ -67,9 +67,9 @@ def main() -> None:
 
 
 def draw(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Rows `[N, C]` with given tokens within, their masks, logits `[N, C, V]` of four policies, and rewards.
+    """Samples rows `[N, C]` with tool tokens, their masks, logits `[N, C, V]` of four policies, and rewards.
 
-    One row is cut off; one rollout group's rewards are all the same.
+    One row is truncated, and one rollout group has equal rewards.
     """
     lengths = rng.integers(4, SLOTS, ROWS)
     lengths[1] = SLOTS
@@ -83,13 +83,13 @@ def draw(rng: np.random.Generator) -> dict[str, np.ndarray]:
     rewards = rng.normal(size=(PROMPTS, MEMBERS))
     rewards[1] = 0.75
     old = rng.normal(size=(ROWS, SLOTS, VOCABULARY))
-    near = {name: old + 0.3 * rng.normal(size=old.shape) for name in ("new", "sampler", "reference")}
-    near = {f"{name}_logits": x for name, x in ({"old": old} | near).items()}
-    return {"tokens": tokens, "written": written, "own": written & ~tool, "rewards": rewards} | near
+    policies = {name: old + 0.3 * rng.normal(size=old.shape) for name in ("new", "sampler", "reference")}
+    policies = {f"{name}_logits": x for name, x in ({"old": old} | policies).items()}
+    return {"tokens": tokens, "written": written, "own": written & ~tool, "rewards": rewards} | policies
 
 
-class Given(torch.nn.Module):
-    """A model whose logits are given, `[N, C, V]`, of the slots after the prompt."""
+class StoredLogits(torch.nn.Module):
+    """A model that returns stored logits `[N, C, V]` for the slots after the prompt."""
 
     is_gradient_checkpointing = False
 
@@ -98,7 +98,7 @@ class Given(torch.nn.Module):
         self.logits = logits
 
     def forward(self, input_ids, labels, **_) -> FusedCausalLMOutput:
-        """Log-probabilities, entropies and so on of what follows each slot, zero where the label is -100."""
+        """Returns log-probabilities, entropies and other statistics of next tokens, zero where labels are -100."""
         ahead = torch.zeros(len(input_ids), input_ids.shape[1] - 1 - self.logits.shape[1], VOCABULARY)
         logits = torch.cat([ahead, self.logits], 1)
         labels = labels[:, 1:]
@@ -127,9 +127,9 @@ ONE_PROCESS = SimpleNamespace(
 )
 
 
-def bare(trainer: type, **attributes) -> object:
-    """A trainer without its `__init__`."""
-    made = object.__new__(trainer)
+def without_init(trainer: type, **attributes) -> object:
+    """Creates a trainer without its `__init__`."""
+    instance = object.__new__(trainer)
     shared = {
         "accelerator": ONE_PROCESS,
         "_metrics": {"train": defaultdict(list), "eval": defaultdict(list)},
@@ -143,23 +143,23 @@ def bare(trainer: type, **attributes) -> object:
         "eos_token_ids": [END],
     }
     for name, value in (shared | attributes).items():
-        object.__setattr__(made, name, value)
-    return made
+        object.__setattr__(instance, name, value)
+    return instance
 
 
-def of_groups(trainer: type, inputs: dict[str, np.ndarray], case: dict) -> dict[str, np.ndarray]:
-    """GRPO's or RLOO's advantages, losses and gradients."""
+def group_results(trainer: type, inputs: dict[str, np.ndarray], case: dict) -> dict[str, np.ndarray]:
+    """Computes advantages, losses and gradients of GRPO or RLOO."""
     logits = {name: torch.tensor(inputs[f"{name}_logits"]) for name in ("new", "old", "reference", "sampler")}
     new = logits["new"].requires_grad_()
     tools = trainer is GRPOTrainer
-    made = bare(trainer, **attributes(case, tools))
-    made.model, made.ref_model = Given(logits["old"]).train(), Given(logits["reference"]).train()
-    made._calculate_rewards = lambda *_: torch.tensor(inputs["rewards"]).reshape(-1, 1)
-    made._generate = lambda prompts: generated(inputs, logits["sampler"], tools, "vllm" in case)
-    scored = made._generate_and_score_completions([{"prompt": "a"} for _ in range(ROWS)])
+    instance = without_init(trainer, **attributes(case, tools))
+    instance.model, instance.ref_model = StoredLogits(logits["old"]).train(), StoredLogits(logits["reference"]).train()
+    instance._calculate_rewards = lambda *_: torch.tensor(inputs["rewards"]).reshape(-1, 1)
+    instance._generate = lambda prompts: generated(inputs, logits["sampler"], tools, "vllm" in case)
+    scored = instance._generate_and_score_completions([{"prompt": "a"} for _ in range(ROWS)])
     losses = []
-    for part, rows in zip(split_tensor_dict(scored, 2), new.chunk(2), strict=True):
-        losses.append(made._compute_loss(Given(rows).train(), part))
+    for minibatch, rows in zip(split_tensor_dict(scored, 2), new.chunk(2), strict=True):
+        losses.append(instance._compute_loss(StoredLogits(rows).train(), minibatch))
     sum(losses).backward()
     out = {"advantage": scored["advantages"], "loss": torch.stack(losses).detach(), "gradient": new.grad}
     if "vllm" in case:
@@ -168,19 +168,19 @@ def of_groups(trainer: type, inputs: dict[str, np.ndarray], case: dict) -> dict[
 
 
 def attributes(case: dict, tools: bool) -> dict:
-    """What the trainer's methods read, of a case: the defaults of its configuration unless said."""
-    given = COEFFICIENTS | case
-    low, high = given.get("clip", (None, None))
+    """Returns the attributes that the trainer's methods read: its defaults with the changes of a case."""
+    options = COEFFICIENTS | case
+    low, high = options.get("clip", (None, None))
     args = SimpleNamespace(
         per_device_train_batch_size=ROWS,
         gradient_accumulation_steps=1,
         gradient_checkpointing_kwargs=None,
         steps_per_generation=2,
-        use_bias_correction_kl=given.get("use_bias_correction_kl", False),
-        delta=given.get("delta"),
+        use_bias_correction_kl=options.get("use_bias_correction_kl", False),
+        delta=options.get("delta"),
         report_to=[],
     )
-    return given | {
+    return options | {
         "args": args,
         "num_generations": MEMBERS,
         "num_iterations": 1,
@@ -188,15 +188,15 @@ def attributes(case: dict, tools: bool) -> dict:
         "environment_factories": None,
         "environments": None,
         "tools": [],
-        "mask_truncated_completions": given.get("mask_truncated_completions", False),
-        "use_vllm": "vllm" in given,
-        "vllm_importance_sampling_correction": "vllm" in given,
-        "vllm_importance_sampling_mode": given.get("vllm"),
+        "mask_truncated_completions": options.get("mask_truncated_completions", False),
+        "use_vllm": "vllm" in options,
+        "vllm_importance_sampling_correction": "vllm" in options,
+        "vllm_importance_sampling_mode": options.get("vllm"),
         "vllm_importance_sampling_clip_min": low,
         "vllm_importance_sampling_clip_max": high,
         "top_entropy_quantile": 1.0,
         "off_policy_mask_threshold": None,
-        "_entropy_bonus_enabled": given["entropy_coef"] != 0,
+        "_entropy_bonus_enabled": options["entropy_coef"] != 0,
         "use_adaptive_entropy": False,
         "max_completion_length": SLOTS,
         "multi_objective_aggregation": "sum_then_normalize",
@@ -211,7 +211,7 @@ def attributes(case: dict, tools: bool) -> dict:
 
 
 def generated(inputs: dict[str, np.ndarray], sampler: torch.Tensor, tools: bool, stored: bool) -> tuple:
-    """What `_generate` gives back: ragged lists."""
+    """Returns the ragged lists of `_generate`."""
     lengths = inputs["written"].sum(1)
     tokens = torch.tensor(inputs["tokens"])
     sampled = torch.log_softmax(sampler, -1).gather(-1, tokens[..., None])[..., 0]
@@ -225,28 +225,40 @@ def generated(inputs: dict[str, np.ndarray], sampler: torch.Tensor, tools: bool,
     return prompts, rows, masks, texts, log_probabilities if stored else None, {}, None, None
 
 
-def of_pairs(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """DPO's loss, its gradient and what it tells; rows 2p and 2p + 1 are a pair, the chosen one first."""
+def pair_results(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Computes DPO's loss, gradient and metrics; rows 2p and 2p + 1 are a pair, with the chosen one first."""
     order = np.concatenate([np.arange(0, ROWS, 2), np.arange(1, ROWS, 2)])
     new = torch.tensor(inputs["new_logits"]).requires_grad_()
-    model = Given(new[order]).train()
-    made = bare(DPOTrainer, beta=0.1, ld_alpha=None, precompute_ref_logps=False, f_divergence_type="reverse_kl")
-    made.model, made.ref_model = model, Given(torch.tensor(inputs["reference_logits"])[order]).train()
-    made.loss_types, made.loss_weights, made.label_smoothing, made.use_weighting = ["sigmoid"], [1.0], 0.0, False
-    made.args, made._total_train_tokens, made._tp_size = SimpleNamespace(gradient_checkpointing_kwargs=None), 0, 1
+    model = StoredLogits(new[order]).train()
+    instance = without_init(
+        DPOTrainer, beta=0.1, ld_alpha=None, precompute_ref_logps=False, f_divergence_type="reverse_kl"
+    )
+    instance.model, instance.ref_model = model, StoredLogits(torch.tensor(inputs["reference_logits"])[order]).train()
+    instance.loss_types, instance.loss_weights, instance.label_smoothing, instance.use_weighting = (
+        ["sigmoid"],
+        [1.0],
+        0.0,
+        False,
+    )
+    instance.args, instance._total_train_tokens, instance._tp_size = (
+        SimpleNamespace(gradient_checkpointing_kwargs=None),
+        0,
+        1,
+    )
     prompt = torch.ones(ROWS, PROMPT, dtype=torch.long)
-    written, own = (torch.tensor(inputs[name][order]).long() for name in ("written", "own"))
+    written, mask = (torch.tensor(inputs[name][order]).long() for name in ("written", "own"))
     batch = {
         "input_ids": torch.cat([prompt, torch.tensor(inputs["tokens"][order])], 1),
         "attention_mask": torch.cat([prompt, written], 1),
-        "completion_mask": torch.cat([0 * prompt, own], 1),
+        "completion_mask": torch.cat([0 * prompt, mask], 1),
     }
-    loss = made._compute_loss(model, batch, False)
+    loss = instance._compute_loss(model, batch, False)
     loss.backward()
-    told = {
-        name: made._metrics["train"][f"rewards/{name}"][0] for name in ("margins", "accuracies", "chosen", "rejected")
+    metrics = {
+        name: instance._metrics["train"][f"rewards/{name}"][0]
+        for name in ("margins", "accuracies", "chosen", "rejected")
     }
-    return {"loss": loss.detach().numpy(), "gradient": new.grad.numpy()} | {k: np.array(v) for k, v in told.items()}
+    return {"loss": loss.detach().numpy(), "gradient": new.grad.numpy()} | {k: np.array(v) for k, v in metrics.items()}
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""What verl's functions make of one set of rows. Needs torch, numpy, and a checkout of verl (0.8).
+"""Reference results of verl's functions for one set of rows. Needs torch, numpy, and a checkout of verl (0.8).
 
     python verl_reference.py VERL OUT.npz
 
-Real: `verl/trainer/ppo/core_algos.py`, and the masked means and the whitening of `verl/utils/torch_functional.py`,
-taken from its source one by one. Stubbed: what else these files import, none of which the functions called here touch.
+The functions of `verl/trainer/ppo/core_algos.py` are called, with the masked means and the whitening extracted from
+`verl/utils/torch_functional.py`. Other imports of these files are replaced by stubs that these functions do not use.
 
-All in float64. OUT holds the inputs, and what came out by name; `.gradient` is by the log-probabilities or values.
+All computations are in float64. OUT has the inputs and the results by name; `.gradient` is with respect to the
+log-probabilities or values.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def main() -> None:
 
 
 def core_algos(verl: Path) -> ModuleType:
-    """verl's core algorithms, with its own masked means and stubs for all else."""
+    """Imports verl's core algorithms, with its masked means and stubs for other imports."""
     functional = ModuleType("verl.utils.torch_functional")
     source = verl / "verl" / "utils" / "torch_functional.py"
     tree = ast.parse(source.read_text())
@@ -62,25 +63,25 @@ def core_algos(verl: Path) -> ModuleType:
 
 
 class Config(SimpleNamespace):
-    """An actor's configuration."""
+    """The configuration of an actor."""
 
     def get(self, name, default):
-        """A setting."""
+        """Returns a setting, or the default."""
         return getattr(self, name, default)
 
 
 def draw(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Masks with given tokens before, between and after own ones, log-probabilities, values, scores at a row's end."""
-    own = rng.random((ROWS, SLOTS)) < 0.6
-    own[:, 0], own[:, 3] = False, True
+    """Samples masks, log-probabilities and values, and scores at the end of rows, with tool tokens within rows."""
+    mask = rng.random((ROWS, SLOTS)) < 0.6
+    mask[:, 0], mask[:, 3] = False, True
     old = -np.abs(rng.normal(1.0, 0.5, (ROWS, SLOTS)))
     value = rng.normal(size=(ROWS, SLOTS))
     score = rng.normal(size=(PROMPTS, MEMBERS))
     score[1] = 0.5
-    last = SLOTS - 1 - np.argmax(own[:, ::-1], 1)
-    reward = np.where(np.arange(SLOTS) == last[:, None], score.reshape(-1, 1), 0)
+    last_slot = SLOTS - 1 - np.argmax(mask[:, ::-1], 1)
+    reward = np.where(np.arange(SLOTS) == last_slot[:, None], score.reshape(-1, 1), 0)
     return {
-        "own": own,
+        "own": mask,
         "old": old,
         "new": old + 0.6 * rng.normal(size=old.shape),
         "reference": old + 0.3 * rng.normal(size=old.shape),
@@ -94,14 +95,14 @@ def draw(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def results(algos: ModuleType, x: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """By name."""
-    own = x["own"].double()
+    """Computes results by name."""
+    mask = x["own"].double()
     out = {}
-    out["gae"], out["returns"] = algos.compute_gae_advantage_return(x["reward"], x["value"], own, 0.97, 0.9)
+    out["gae"], out["returns"] = algos.compute_gae_advantage_return(x["reward"], x["value"], mask, 0.97, 0.9)
     index = np.repeat(np.arange(PROMPTS), MEMBERS)
     for name, kwargs in {"group": {}, "group_mean": {"norm_adv_by_std_in_grpo": False}}.items():
-        out[name] = algos.compute_grpo_outcome_advantage(x["reward"].clone(), own, index, **kwargs)[0]
-    out["leave_one_out"] = algos.compute_rloo_outcome_advantage(x["reward"].clone(), own, index)[0]
+        out[name] = algos.compute_grpo_outcome_advantage(x["reward"].clone(), mask, index, **kwargs)[0]
+    out["leave_one_out"] = algos.compute_rloo_outcome_advantage(x["reward"].clone(), mask, index)[0]
     config = Config(clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=1.5, global_batch_info={})
     policy = {"dual": (algos.compute_policy_loss_vanilla, config, None)}
     policy["weighted"] = (algos.compute_policy_loss_vanilla, config, x["weight"])
@@ -109,17 +110,17 @@ def results(algos: ModuleType, x: dict[str, torch.Tensor]) -> dict[str, np.ndarr
     policy["gspo"] = (algos.compute_policy_loss_gspo, narrow, None)
     for name, (function, settings, weight) in policy.items():
         new = x["new"].clone().requires_grad_()
-        loss, told = function(
-            x["old"], new, x["advantage"], own, "token-mean", config=settings, rollout_is_weights=weight
+        loss, metrics = function(
+            x["old"], new, x["advantage"], mask, "token-mean", config=settings, rollout_is_weights=weight
         )
         loss.backward()
         out |= {f"{name}.loss": loss.detach(), f"{name}.gradient": new.grad}
-        out |= {f"{name}.{k.removeprefix('actor/')}": torch.tensor(v) for k, v in told.items()}
+        out |= {f"{name}.{k.removeprefix('actor/')}": torch.tensor(v) for k, v in metrics.items()}
     for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"):
-        out[f"aggregation.{mode}"] = algos.agg_loss(x["new"], own, mode)
-    out["aggregation.total"] = algos.agg_loss(x["new"], own, "token-mean", batch_num_tokens=100)
+        out[f"aggregation.{mode}"] = algos.agg_loss(x["new"], mask, mode)
+    out["aggregation.total"] = algos.agg_loss(x["new"], mask, "token-mean", batch_num_tokens=100)
     value = x["new_value"].clone().requires_grad_()
-    loss, fraction = algos.compute_value_loss(value, x["advantage"], x["value"], own, 0.2)
+    loss, fraction = algos.compute_value_loss(value, x["advantage"], x["value"], mask, 0.2)
     loss.backward()
     out |= {"value.loss": loss.detach(), "value.gradient": value.grad, "value.clipped": fraction}
     for kind in ("k1", "k2", "k3"):

@@ -1,11 +1,11 @@
-"""PPO of Stable-Baselines3 with a learning-rate spike put in by a callback: the performance of every iteration, as CSV.
+"""PPO of Stable-Baselines3 with a learning-rate spike by a callback; writes the performance of every iteration as CSV.
 
     python experiments/external/sb3_ppo.py OUT.csv --seeds 20 --magnitudes 30 100 200 400 1000 --processes 2
 
-The settings are those of `sb3_ppo.toml`, which this package audits; see `compare.py`. The value's change is not
-clipped, for the two packages clip it in different ways (`--clip-value`). Needs stable-baselines3 and
+The settings are those of `sb3_ppo.toml`, which this package audits; see `compare.py`. Changes of values are not
+clipped, since the two packages clip them in different ways (`--clip-value`). Needs stable-baselines3 and
 gymnasium[mujoco]. Columns: seed, magnitude (1: undisturbed), step (iteration), performance (the mean over environments
-of the return of the latest full episode).
+of the returns of the latest complete episodes).
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ STEPS, ONSET, DURATION = 200, 80, 5
 
 
 class Spike(BaseCallback):
-    """Multiplies the learning rate in the iterations of a window, and notes each iteration's performance.
+    """Multiplies the learning rate in the iterations of a window, and records the performance of each iteration.
 
-    An iteration's updates follow its rollout, and the curve is noted when the rollout is over, as an iteration of this
-    package's learners notes it after both: performance is of acting alone, so neither sees the updates of its own
-    iteration.
+    Performance is recorded after the rollout and before the updates of an iteration. This package's learners record it
+    after both, but from the same rollout, so that neither includes the updates of the same iteration.
     """
 
     def __init__(self, magnitude: float, until: int):
@@ -60,7 +59,7 @@ class Spike(BaseCallback):
 
 
 def train(job: tuple[int, float, int, bool]) -> list[tuple[int, float, int, float]]:
-    """One training: its rows."""
+    """Runs one training, and returns its rows."""
     seed, magnitude, until, clip_value = job
     torch.set_num_threads(1)
     sb3_returns.ITERATION = ENVS * ROLLOUT
@@ -70,7 +69,7 @@ def train(job: tuple[int, float, int, bool]) -> list[tuple[int, float, int, floa
     curve = Spike(magnitude, until)
     try:
         agent.learn(STEPS * ENVS * ROLLOUT, callback=curve)
-    except ValueError as error:  # parameters that are not finite, which torch refuses to draw actions by
+    except ValueError as error:  # torch refuses to sample actions if parameters are not finite
         print(f"seed {seed}, magnitude {magnitude:g}: {str(error).splitlines()[0][:80]}", flush=True)
         curve.performance += [float("nan")] * (until - len(curve.performance))
     return [(seed, magnitude, step, value) for step, value in enumerate(curve.performance)]
@@ -83,11 +82,15 @@ def main() -> None:
     options.add_argument("--seeds", type=int, default=20)
     options.add_argument("--magnitudes", type=float, nargs="*", default=[30, 100, 200, 400, 1000])
     options.add_argument("--processes", type=int, default=2)
-    options.add_argument("--until", type=int, default=STEPS, help="iterations to train, of a rate annealed over 200")
-    options.add_argument("--clip-value", action="store_true", help="as Stable-Baselines3 clips it, by 0.2")
-    given = options.parse_args()
-    jobs = list(product(range(given.seeds), [1.0, *given.magnitudes], [given.until], [given.clip_value]))
-    write_trainings(given.out, train, jobs, given.processes)
+    options.add_argument("--until", type=int, default=STEPS, help="iterations to train; the rate is annealed over 200")
+    options.add_argument(
+        "--clip-value", action="store_true", help="clip changes of values by 0.2, as Stable-Baselines3 does"
+    )
+    arguments = options.parse_args()
+    jobs = list(
+        product(range(arguments.seeds), [1.0, *arguments.magnitudes], [arguments.until], [arguments.clip_value])
+    )
+    write_trainings(arguments.out, train, jobs, arguments.processes)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Trainings of another package, several processes at a time, and the performance of each as rows of one CSV."""
+"""Runs trainings of another package in several processes, and writes their performance as rows of one CSV file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COLUMNS = ("seed", "magnitude", "step", "performance")
 
 
 def write_trainings(out: Path, train: Callable, jobs: Sequence[tuple], processes: int) -> None:
-    """Writes what `train(job)` returns for each job, rows of COLUMNS, as soon as it is there."""
+    """Writes the rows that `train(job)` returns for each job, with COLUMNS, as soon as they are available."""
     with out.open("w", newline="") as file, ProcessPoolExecutor(processes) as pool:
         table = csv.writer(file)
         table.writerow(COLUMNS)

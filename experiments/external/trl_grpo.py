@@ -1,12 +1,12 @@
-"""GRPO of TRL with a learning-rate spike put in by a callback: the performance of every update, as CSV.
+"""GRPO of TRL with a learning-rate spike by a callback; writes the performance of every update as CSV.
 
-    python experiments/external/trl_grpo.py start DIR     # lines, a tokenizer, and a policy that half knows them
+    python experiments/external/trl_grpo.py start DIR     # writes lines, a tokenizer, and a partly trained policy
     python experiments/external/trl_grpo.py run DIR OUT.csv --seeds 8 --magnitudes 10 30 100 300 --processes 2
 
-The task is a prompt "3,4>" whose answer is the larger digit, which a GPT-2 of two layers writes in bytes; the
-settings are those of `trl_grpo.toml`, which this package audits from the same lines, tokenizer and policy; see
-`compare.py`. Needs torch, transformers and trl. Columns: seed, magnitude (1: undisturbed), step (update), performance
-(the share of sampled rows that are right).
+The task is a prompt such as "3,4>" whose answer is the larger digit, for a GPT-2 of two layers on bytes. The settings
+are those of `trl_grpo.toml`, which this package audits from the same lines, tokenizer and policy; see `compare.py`.
+Needs torch, transformers and trl. Columns: seed, magnitude (1: undisturbed), step (update), performance (the share of
+sampled rows that are correct).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LINES = [{"prompt": f"{a},{b}>", "answer": str(max(a, b))} for a in range(10) fo
 
 
 def tokenizer_of() -> PreTrainedTokenizerFast:
-    """GPT-2's bytes without a merge, and the end of text."""
+    """Returns a tokenizer of GPT-2's bytes without merges, with an end of text."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate([*letters, END])}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -41,17 +41,17 @@ def tokenizer_of() -> PreTrainedTokenizerFast:
 
 
 def is_right(text: str, answer: str) -> float:
-    """1 where a completion is its answer but for white space."""
+    """Returns 1 if a completion is the answer up to white space, else 0."""
     return float(text.strip() == answer)
 
 
 def reward(completions: list[str], answer: list[str], **_) -> list[float]:
-    """Each completion's."""
-    return [is_right(text, one) for text, one in zip(completions, answer, strict=True)]
+    """Returns the reward of each completion."""
+    return [is_right(text, expected) for text, expected in zip(completions, answer, strict=True)]
 
 
 def sampled_share(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, lines: list[dict]) -> float:
-    """The share of sampled completions that are right."""
+    """Returns the share of sampled completions that are correct."""
     prompts = tokenizer([line["prompt"] for line in lines], return_tensors="pt")
     with torch.no_grad():
         rows = model.generate(
@@ -62,7 +62,7 @@ def sampled_share(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, li
 
 
 def start(folder: Path) -> None:
-    """Writes the lines, the tokenizer, and a policy that imitated answers until half of what it samples is right."""
+    """Writes the lines, the tokenizer, and a policy trained on answers until half of its samples are correct."""
     folder.mkdir(parents=True)
     (folder / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
     tokenizer = tokenizer_of()
@@ -84,13 +84,13 @@ def start(folder: Path) -> None:
         if update % 10 == 9 and sampled_share(model, tokenizer, LINES) >= 0.5:
             break
     model.save_pretrained(folder / "policy")
-    print(f"{update + 1} updates; of sampled rows {sampled_share(model, tokenizer, LINES):.2f} are right")
+    print(f"{update + 1} updates; share of correct samples {sampled_share(model, tokenizer, LINES):.2f}")
 
 
 class Spike(TrainerCallback):
-    """Multiplies the rate of the updates in a window, and notes after each update how many sampled rows are right.
+    """Multiplies the rate of the updates in a window, and records the share of correct samples after each update.
 
-    The prompts and the draws are the same after every update, as those of this package's held-out rows are.
+    Prompts and random numbers are the same after every update, like those of this package's held-out rows.
     """
 
     def __init__(self, magnitude: float, tokenizer: PreTrainedTokenizerFast):
@@ -99,20 +99,20 @@ class Spike(TrainerCallback):
         self.performance: list[float] = []
 
     def on_pre_optimizer_step(self, args, state, control, optimizer, **_):
-        """The scheduler sets the rate anew after every update."""
+        """Multiplies the rate, which the scheduler sets again after every update."""
         if ONSET <= state.global_step < ONSET + DURATION:
             for group in optimizer.param_groups:
                 group["lr"] *= self.magnitude
 
     def on_step_end(self, args, state, control, model, **_):
-        """Measures, and leaves the trainer's random numbers as they are."""
+        """Records the performance without changing the trainer's random state."""
         with torch.random.fork_rng():
             torch.manual_seed(0)
             self.performance.append(sampled_share(model, self.tokenizer, self.lines))
 
 
 def train(job: tuple[Path, int, float]) -> list[tuple[int, float, int, float]]:
-    """One training: its rows."""
+    """Runs one training, and returns its rows."""
     folder, seed, magnitude = job
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -161,7 +161,7 @@ def train(job: tuple[Path, int, float]) -> list[tuple[int, float, int, float]]:
 
 
 def main() -> None:
-    """Makes a start, or trains every seed undisturbed and at every magnitude."""
+    """Writes the start, or trains every seed undisturbed and at every magnitude."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("what", choices=("start", "run"))
     options.add_argument("folder", type=Path)
@@ -169,14 +169,15 @@ def main() -> None:
     options.add_argument("--seeds", type=int, default=8)
     options.add_argument("--magnitudes", type=float, nargs="*", default=[10, 30, 100, 300])
     options.add_argument("--processes", type=int, default=2)
-    given = options.parse_args()
-    if given.what == "start":
-        start(given.folder)
+    arguments = options.parse_args()
+    if arguments.what == "start":
+        start(arguments.folder)
         return
     jobs = [
-        (given.folder, seed, magnitude) for seed, magnitude in product(range(given.seeds), [1.0, *given.magnitudes])
+        (arguments.folder, seed, magnitude)
+        for seed, magnitude in product(range(arguments.seeds), [1.0, *arguments.magnitudes])
     ]
-    write_trainings(given.out, train, jobs, given.processes)
+    write_trainings(arguments.out, train, jobs, arguments.processes)
 
 
 if __name__ == "__main__":

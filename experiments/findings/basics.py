@@ -1,4 +1,4 @@
-"""What the findings' scripts share: runs by name, resampled seeds, and the figures' look."""
+"""Helpers of the findings' scripts: folders by name, bootstraps over seeds, and figures."""
 
 from __future__ import annotations
 
@@ -15,57 +15,66 @@ from figures import markdown, save, with_interval
 
 from jaxaudit.analysis.statistics import Estimate
 
-__all__ = ["REPETITIONS", "asked", "markdown", "over_seeds", "pairs", "said", "save", "with_interval"]
+__all__ = [
+    "REPETITIONS",
+    "folders_by_name",
+    "format_estimate",
+    "markdown",
+    "over_seeds",
+    "parse_arguments",
+    "save",
+    "with_interval",
+]
 
 REPETITIONS = 1000
-"""Of a bootstrap over seeds."""
+"""The number of bootstrap samples of seeds."""
 
 
-def pairs(given: Sequence[str]) -> dict[str, list[Path]]:
-    """Folders by name, from "NAME=FOLDER" each; a name may be given several times."""
-    found: dict[str, list[Path]] = {}
-    for one in given:
-        name, mark, folder = one.partition("=")
+def folders_by_name(arguments: Sequence[str]) -> dict[str, list[Path]]:
+    """Returns folders by name, from arguments "NAME=FOLDER"; a name may occur several times."""
+    folders: dict[str, list[Path]] = {}
+    for argument in arguments:
+        name, mark, folder = argument.partition("=")
         if not mark or not Path(folder).is_dir():
-            raise SystemExit(f"NAME=FOLDER is what is asked for, with a folder that is there, not {one}")
-        found.setdefault(name, []).append(Path(folder))
-    return found
+            raise SystemExit(f"arguments must be NAME=FOLDER with existing folders, not {argument}")
+        folders.setdefault(name, []).append(Path(folder))
+    return folders
 
 
-def asked(description: str | None, folders: str) -> tuple[Path, dict[str, list[Path]]]:
-    """The command line's folder of results, which is made, and folders by name.
+def parse_arguments(description: str | None, folders: str) -> tuple[Path, dict[str, list[Path]]]:
+    """Parses the command line; returns the folder of results, which is created, and folders by name.
 
     Args:
-      description: the script's docstring.
-      folders: what its arguments "NAME=FOLDER" are.
+      description: the docstring of the script.
+      folders: the help text of the arguments "NAME=FOLDER".
     """
     options = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     options.add_argument("out", type=Path, help="folder of tables and figures")
     options.add_argument("folders", nargs="+", metavar="NAME=FOLDER", help=folders)
-    chosen = options.parse_args()
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    return chosen.out, pairs(chosen.folders)
+    arguments = options.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    return arguments.out, folders_by_name(arguments.folders)
 
 
 def over_seeds(statistic: Callable[[np.ndarray], float], seeds: Sequence[int], seed: int = 0) -> Estimate:
-    """A statistic of how often each of the seeds is taken, with its percentile bootstrap interval over seeds.
+    """Returns a statistic with its percentile bootstrap interval over seeds.
 
     Args:
-      statistic: from counts `[seeds]`, in the seeds' order, to a figure; NaN where a draw gives none.
-      seeds: whose lanes are taken or left together.
-      seed: of the resampling.
+      statistic: function of the counts `[seeds]` of each seed in a sample; NaN if it is undefined for a sample.
+      seeds: the seeds; all lanes of a seed are resampled together.
+      seed: seed of the bootstrap.
     """
     size = len(seeds)
     value = float(statistic(np.ones(size, int)))
     draws = np.random.default_rng(seed).multinomial(size, np.full(size, 1 / size), REPETITIONS)
-    found = np.array([statistic(counts) for counts in draws])
-    found = np.sort(found[~np.isnan(found)])
-    if not len(found):
+    samples = np.array([statistic(counts) for counts in draws])
+    samples = np.sort(samples[~np.isnan(samples)])
+    if not len(samples):
         return Estimate(value, np.nan, np.nan, size)
-    low, high = (float(found[round(q * (len(found) - 1))]) for q in (0.025, 0.975))
+    low, high = (float(samples[round(q * (len(samples) - 1))]) for q in (0.025, 0.975))
     return Estimate(value, low, high, size)
 
 
-def said(estimate: Estimate, form: str = ".2f") -> str:
-    """A figure and its interval, or a dash."""
+def format_estimate(estimate: Estimate, form: str = ".2f") -> str:
+    """Formats an estimate and its interval, or a dash for NaN."""
     return with_interval(estimate, form) if not np.isnan(estimate.value) else "-"

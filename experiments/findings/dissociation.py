@@ -1,11 +1,11 @@
-"""Finding I: is the final performance of a training apart from its stability? Many configurations, audited.
+"""Finding I: is the final performance of a training independent of its stability? Audits of many configurations.
 
-    python experiments/findings/dissociation.py train OUT.csv        # goes on where it was stopped
+    python experiments/findings/dissociation.py train OUT.csv        # continues where it was stopped
     python experiments/findings/dissociation.py tell OUT.csv FOLDER
 
 Configurations of PPO and of GPT-2 differ in learning rate, clipping threshold, entropy coefficient or label smoothing,
-and in epochs or width. Each is trained undisturbed, to be judged by its final performance, and disturbed half-way, to
-be judged by how many seeds collapse and by how much of what the same seed gained undisturbed is lost at the end.
+and in epochs or width. Each is trained undisturbed, which gives its final performance, and disturbed half-way, which
+gives the share of seeds that collapse and the share of the undisturbed gain of the same seed that is lost at the end.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from jaxaudit.report import style
 
 SEEDS = 6
 LAST = 10
-"""Steps whose mean performance is the final one: single steps are noisy."""
+"""The number of last steps over which final performance is averaged, since single steps are noisy."""
 
 REPETITIONS = 1000
-"""Of the bootstrap."""
+"""The number of bootstrap samples."""
 
 
 @dataclass(frozen=True)
 class Paradigm:
-    """Learners, and how they are audited.
+    """Learners, and the settings of their audits.
 
     Attributes:
-      learners: name, and what makes it: each is compiled once.
-      ranges: of the factors on the settings that vary within a learner's program, from and to.
+      learners: functions that return the learners, by name; each learner is compiled once.
+      ranges: minimum and maximum of the factors on the settings that vary within a learner's program.
       noise, spike: magnitudes of weight_noise and lr_spike.
-      steps: of a run; disturbed at half of them.
+      steps: the length of a run, which is disturbed at half of it.
       settings: windows of the metrics.
-      execution: how lanes run.
-      besides: further disturbances by name, each made from its onset.
-      draws: configurations of each learner: one with all factors at 1, and points of a Halton sequence.
+      execution: the execution of lanes.
+      besides: further disturbances by name, as functions of the onset.
+      draws: the number of configurations of each learner: one with all factors at 1, and points of a Halton sequence.
     """
 
     learners: dict[str, Callable[[], ja.Learner]]
@@ -67,9 +67,9 @@ class Paradigm:
 
 
 def ppo(**changed: Any) -> ja.Learner:
-    """PPO on a pendulum."""
-    given = {"learning_rate": 6e-4, "num_envs": 4, "rollout_length": 64, "evaluations": 0, "telemetry": "basic"}
-    return ja.learners.ppo("InvertedPendulum-v5", **given | changed)
+    """PPO on the inverted pendulum."""
+    defaults = {"learning_rate": 6e-4, "num_envs": 4, "rollout_length": 64, "evaluations": 0, "telemetry": "basic"}
+    return ja.learners.ppo("InvertedPendulum-v5", **defaults | changed)
 
 
 PARADIGMS = {
@@ -107,52 +107,60 @@ VARY: dict[str, Callable[[float], ja.Perturbation]] = {
     "entropy_coefficient": lambda factor: entropy_factor(factor, onset=0),
     "label_smoothing": lambda alpha: ja.label_smoothing(alpha, onset=0),
 }
-"""A setting that holds for a whole run is a perturbation from its first step on: data, which compiles nothing anew."""
+"""Settings as perturbations from the first step on, which are data and need no new compilation."""
 
 
 def points(paradigm: Paradigm) -> list[dict[str, float]]:
-    """The configurations within a learner: even in the logarithm of factors, and in what begins at zero."""
+    """Returns the configurations of a learner: uniform in the logarithm of factors, or linear in ranges from zero."""
     unit = Halton(len(paradigm.ranges), seed=0).random(paradigm.draws - 1)
-    found = [{name: 1.0 if low else 0.0 for name, (low, _) in paradigm.ranges.items()}]
+    configurations = [{name: 1.0 if low else 0.0 for name, (low, _) in paradigm.ranges.items()}]
     for row in unit:
         ends = zip(row, paradigm.ranges.items(), strict=True)
-        found.append({k: float(low * (high / low) ** u if low else high * u) for u, (k, (low, high)) in ends})
-    return found
+        configurations.append({k: float(low * (high / low) ** u if low else high * u) for u, (k, (low, high)) in ends})
+    return configurations
 
 
-def audit(paradigm: Paradigm, made: ja.Learner, seeds: Sequence[int]) -> pd.DataFrame:
-    """A row for each disturbed lane of every configuration of a learner."""
-    chosen = points(paradigm)
+def audit(paradigm: Paradigm, learner: ja.Learner, seeds: Sequence[int]) -> pd.DataFrame:
+    """Audits all configurations of a learner, and returns a row for each disturbed lane."""
+    configurations = points(paradigm)
     half = paradigm.steps // 2
-    disturb = {
+    disturbances = {
         "lr_spike": ja.lr_spike(paradigm.spike, onset=half, duration=10),
         "weight_noise": ja.weight_noise(paradigm.noise, onset=half),
         **{name: make(half) for name, make in paradigm.besides.items()},
     }
     grid = []
-    for point in chosen:
+    for point in configurations:
         settings = ja.chain(*(VARY[name](value) for name, value in point.items()))
-        grid += [settings, *(ja.chain(settings, one) for one in disturb.values())]
+        grid += [settings, *(ja.chain(settings, disturbance) for disturbance in disturbances.values())]
     result = ja.audit(
-        made, grid, seeds=seeds, steps=paradigm.steps, settings=paradigm.settings, execution=paradigm.execution
+        learner, grid, seeds=seeds, steps=paradigm.steps, settings=paradigm.settings, execution=paradigm.execution
     )
     series = result.telemetry["performance"].transpose("condition", "seed", "step").values[1:]
-    series = series.reshape(len(chosen), 1 + len(disturb), len(seeds), -1)
-    each = [lanes(of, list(disturb), seeds, half, paradigm.settings) for of in series]
-    described = [{name: round(value, 4) for name, value in point.items()} for point in chosen]
-    return pd.concat([t.assign(point=i, **d) for i, (t, d) in enumerate(zip(each, described, strict=True))])
+    series = series.reshape(len(configurations), 1 + len(disturbances), len(seeds), -1)
+    tables = [
+        lanes(series_of_configuration, list(disturbances), seeds, half, paradigm.settings)
+        for series_of_configuration in series
+    ]
+    descriptions = [{name: round(value, 4) for name, value in point.items()} for point in configurations]
+    return pd.concat(
+        [
+            table.assign(point=i, **description)
+            for i, (table, description) in enumerate(zip(tables, descriptions, strict=True))
+        ]
+    )
 
 
 def lanes(
     series: np.ndarray, disturbances: Sequence[str], seeds: Sequence[int], onset: int, settings: MetricSettings
 ) -> pd.DataFrame:
-    """A row for each disturbed lane of one configuration.
+    """Returns a row for each disturbed lane of one configuration.
 
     Args:
-      series: performance `[1 + disturbances, seeds, T]`, the undisturbed lanes first.
+      series: performance `[1 + disturbances, seeds, T]`, with the undisturbed lanes first.
       disturbances: names.
-      seeds: numbers.
-      onset: step.
+      seeds: the seeds.
+      onset: the step of the onset.
       settings: windows of the collapse time.
 
     Returns:
@@ -174,39 +182,39 @@ def lanes(
 
 
 def train(out: Path, chosen: Sequence[str], seeds: int) -> None:
-    """Audits the learners that are not in the file yet, and adds a learner's rows when it is done."""
-    known: set[tuple[str, str]] = set()
+    """Audits the learners that the file lacks, and stores the rows of each."""
+    stored: set[tuple[str, str]] = set()
     if out.exists():
-        known = set(pd.read_csv(out)[["paradigm", "learner"]].itertuples(index=False, name=None))
+        stored = set(pd.read_csv(out)[["paradigm", "learner"]].itertuples(index=False, name=None))
     for paradigm in chosen:
         for name, make in PARADIGMS[paradigm].learners.items():
-            if (paradigm, name) in known:
+            if (paradigm, name) in stored:
                 continue
-            began = clock.perf_counter()
-            found = audit(PARADIGMS[paradigm], make(), range(seeds)).assign(paradigm=paradigm, learner=name)
-            whole = pd.concat([pd.read_csv(out), found]) if out.exists() else found
-            whole.to_csv(out, index=False)
-            print(f"{paradigm}, {name}: {clock.perf_counter() - began:.0f} s")
-            for point, rows in found.groupby("point"):
+            start = clock.perf_counter()
+            rows_of_learner = audit(PARADIGMS[paradigm], make(), range(seeds)).assign(paradigm=paradigm, learner=name)
+            merged = pd.concat([pd.read_csv(out), rows_of_learner]) if out.exists() else rows_of_learner
+            merged.to_csv(out, index=False)
+            print(f"{paradigm}, {name}: {clock.perf_counter() - start:.0f} s")
+            for point, rows in rows_of_learner.groupby("point"):
                 shares = np.isfinite(rows.collapse_time).groupby(rows.disturbance).mean().round(2).to_dict()
                 print(f"  {point}: reaches {rows.control.mean():.4g}, collapsed {shares}")
 
 
 LEAST_GAIN = 0.1
-"""Of the best configuration's gain: one that gains less has nothing to lose, and is left out."""
+"""The minimal gain, as a share of the best configuration's; configurations with less are left out."""
 
 HARMS = {"collapse": "share of seeds that collapse", "lost": "share of the gain lost at the end"}
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What the lanes of a paradigm's configurations came to, under one disturbance; all `[configurations, seeds]`.
+    """Results of a paradigm's configurations under one disturbance.
 
     Attributes:
-      learner: of each configuration.
-      learning_rate: of each configuration, its factor.
-      first, control, reached: as `lanes` tells them.
-      collapsed: bool.
+      learner: the learner of each configuration.
+      learning_rate: the factor on the learning rate of each configuration.
+      first, control, reached: the columns of `lanes`, `[configurations, seeds]`.
+      collapsed: bool, `[configurations, seeds]`.
     """
 
     learner: np.ndarray
@@ -218,7 +226,7 @@ class Outcomes:
 
     @classmethod
     def of(cls, rows: pd.DataFrame) -> Outcomes:
-        """Of rows of lanes under one disturbance, which every seed of every configuration has one of."""
+        """Reads rows of lanes under one disturbance, with one row for every seed of every configuration."""
         rows = rows.sort_values(["learner", "point", "seed"])
         shape = (-1, rows.seed.nunique())
         per_lane = [rows[name].to_numpy().reshape(shape) for name in ("first", "control", "reached")]
@@ -226,15 +234,15 @@ class Outcomes:
         return cls(*named, *per_lane, np.isfinite(rows.collapse_time.to_numpy()).reshape(shape))
 
     def take(self, which: np.ndarray, seeds: np.ndarray) -> Outcomes:
-        """Some configurations `[n]`, and of each some seeds `[n, seeds]`; both may repeat."""
+        """Selects configurations `[n]` and seeds of each `[n, seeds]`, which may repeat."""
         lanes_of = (x[which[:, None], seeds] for x in (self.first, self.control, self.reached, self.collapsed))
         return Outcomes(self.learner[which], self.learning_rate[which], *lanes_of)
 
     def configurations(self) -> pd.DataFrame:
-        """A row for each that gains more than LEAST_GAIN of what the best one does.
+        """Returns a row for each configuration that gains more than LEAST_GAIN of the best one's gain.
 
-        `lost` is the mean over seeds of what the disturbed lane lacks at the end of the same seed's undisturbed one, as
-        a share of the configuration's median gain, between -1 and 1; a lane that is not finite has lost all.
+        `lost` is the mean over seeds of the difference between the undisturbed and the disturbed lane at the end, as a
+        share of the configuration's median gain, between -1 and 1. Lanes that are not finite have lost everything.
         """
         gain = np.median(self.control - self.first, axis=1)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -252,55 +260,55 @@ class Outcomes:
         return table[table.gain > LEAST_GAIN * table.gain.max()]
 
 
-def rank_correlation(final: np.ndarray, harm: np.ndarray, given: np.ndarray | None = None) -> float:
-    """Spearman's correlation over configurations, or the partial one given a third; NaN where one is constant."""
-    ranks = [rankdata(x) for x in (final, harm, given) if x is not None]
+def rank_correlation(final: np.ndarray, harm: np.ndarray, controlled: np.ndarray | None = None) -> float:
+    """Returns Spearman's correlation, or the partial one given a third variable, or NaN if one is constant."""
+    ranks = [rankdata(x) for x in (final, harm, controlled) if x is not None]
     if any(np.ptp(rank) == 0 for rank in ranks):
         return np.nan
     matrix = np.corrcoef(ranks)
-    if given is None:
+    if controlled is None:
         return float(matrix[0, 1])
     inverse = np.linalg.pinv(matrix)
     return float(-inverse[0, 1] / np.sqrt(inverse[0, 0] * inverse[1, 1]))
 
 
 def correlations(outcomes: Outcomes) -> dict[tuple[str, bool], float]:
-    """By harm, and whether given the learning rate: its correlation with the final performance."""
+    """Returns correlations with the final performance, by harm and whether the learning rate is controlled for."""
     table = outcomes.configurations()
     final, rate = table.final.to_numpy(), table.learning_rate.to_numpy()
     return {
-        (harm, given): rank_correlation(final, table[harm].to_numpy(), rate if given else None)
+        (harm, controlled): rank_correlation(final, table[harm].to_numpy(), rate if controlled else None)
         for harm in HARMS
-        for given in (False, True)
+        for controlled in (False, True)
     }
 
 
-def tell(rows: pd.DataFrame, name: str) -> pd.DataFrame:
-    """A row for each disturbance and harm: the correlation with its interval over configurations and their seeds."""
-    said = []
-    for disturbance, of in rows.groupby("disturbance", sort=False):
-        outcomes = Outcomes.of(of)
+def correlation_table(rows: pd.DataFrame, name: str) -> pd.DataFrame:
+    """Returns a row for each disturbance and harm: correlations with intervals over configurations and their seeds."""
+    table_rows = []
+    for disturbance, rows_of_disturbance in rows.groupby("disturbance", sort=False):
+        outcomes = Outcomes.of(rows_of_disturbance)
         generator, shape = np.random.default_rng(0), outcomes.control.shape
-        draws = [
+        samples = [
             correlations(
                 outcomes.take(generator.integers(shape[0], size=shape[0]), generator.integers(shape[1], size=shape))
             )
             for _ in range(REPETITIONS)
         ]
-        table, found = outcomes.configurations().sort_values("final"), correlations(outcomes)
+        table, correlation = outcomes.configurations().sort_values("final"), correlations(outcomes)
         half = len(table) // 2
         for harm, title in HARMS.items():
             row = {"paradigm": name, "disturbance": disturbance, "harm": title, "configurations": len(table)}
             row |= {"of the worse half": table[harm][:half].mean(), "of the better half": table[harm][-half:].mean()}
-            for given, mark in ((False, ""), (True, ", given the rate")):
-                low, high = pd.Series([draw[harm, given] for draw in draws]).quantile([0.025, 0.975])
-                row |= {f"rho{mark}": found[harm, given], f"low{mark}": low, f"high{mark}": high}
-            said.append(row)
-    return pd.DataFrame(said)
+            for controlled, mark in ((False, ""), (True, ", given the rate")):
+                low, high = pd.Series([draw[harm, controlled] for draw in samples]).quantile([0.025, 0.975])
+                row |= {f"rho{mark}": correlation[harm, controlled], f"low{mark}": low, f"high{mark}": high}
+            table_rows.append(row)
+    return pd.DataFrame(table_rows)
 
 
 def draw(tables: dict[str, pd.DataFrame], path: Path) -> None:
-    """A point for each configuration: final performance against harm."""
+    """Draws a point for each configuration, with final performance and harm."""
     panels = []
     for name, table in tables.items():
         for harm, title in HARMS.items():
@@ -323,38 +331,38 @@ def draw(tables: dict[str, pd.DataFrame], path: Path) -> None:
 
 
 def main() -> None:
-    """Trains, or tells."""
+    """Trains, or writes tables and figures."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("what", choices=("train", "tell"))
     options.add_argument("lanes", type=Path, help="CSV, a row for each lane")
     options.add_argument("out", type=Path, nargs="?", help="folder of tables and figures")
     options.add_argument("--paradigm", choices=tuple(PARADIGMS), action="append", help="(all)")
     options.add_argument("--seeds", type=int, default=SEEDS, help="(%(default)s)")
-    chosen = options.parse_args()
-    if chosen.what == "train":
+    arguments = options.parse_args()
+    if arguments.what == "train":
         prepare_jax()
-        train(chosen.lanes, chosen.paradigm or list(PARADIGMS), chosen.seeds)
+        train(arguments.lanes, arguments.paradigm or list(PARADIGMS), arguments.seeds)
         return
-    if chosen.out is None:
+    if arguments.out is None:
         options.error("tell needs a folder for tables and figures")
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    lanes_of = dict(list(pd.read_csv(chosen.lanes).groupby("paradigm", sort=False)))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    lanes_of = dict(list(pd.read_csv(arguments.lanes).groupby("paradigm", sort=False)))
     tables = {
         name: pd.concat(
             [
-                Outcomes.of(of).configurations().assign(disturbance=d)
-                for d, of in rows.groupby("disturbance", sort=False)
+                Outcomes.of(rows_of_disturbance).configurations().assign(disturbance=disturbance)
+                for disturbance, rows_of_disturbance in rows.groupby("disturbance", sort=False)
             ]
         )
         for name, rows in lanes_of.items()
     }
-    found = pd.concat([tell(rows, name) for name, rows in lanes_of.items()])
+    correlation_rows = pd.concat([correlation_table(rows, name) for name, rows in lanes_of.items()])
     pd.concat([table.assign(paradigm=name) for name, table in tables.items()]).to_csv(
-        chosen.out / "configurations.csv", index=False, float_format="%.5g"
+        arguments.out / "configurations.csv", index=False, float_format="%.5g"
     )
-    found.to_csv(chosen.out / "dissociation.csv", index=False, float_format="%.4g")
-    print(markdown(found))
-    draw(tables, chosen.out / "dissociation.png")
+    correlation_rows.to_csv(arguments.out / "dissociation.csv", index=False, float_format="%.4g")
+    print(markdown(correlation_rows))
+    draw(tables, arguments.out / "dissociation.png")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Finding II: do all disturbances take the gradients' coherence down one path, and performance down many?
+"""Finding II: do all disturbances reduce the coherence of gradients in the same way, and performance in different ways?
 
     python experiments/findings/manifold.py OUT PPO=runs/ppo-disturbed PPO=runs/ppo-slow GPT-2=runs/gpt2-disturbed
 
-Of every condition the channels x_grad (of the gradients as they were), x_used (between them and those that were used)
-and x_inst around the onset, less the same seed's control lane, in standard deviations of the control lanes; x_used,
-which is 1 in all of these, as it is. Draws `manifold.png`, writes `manifold.csv` (a row for each condition and channel)
-and `likeness.csv`, and prints both.
+For every condition, profiles of the channels x_grad (coherence of the gradients as computed), x_used (between them and
+the gradients that were used) and x_inst around the onset are computed, as differences to the control lane of the same
+seed in standard deviations of the control lanes; x_used, which is 1 in controls, is not scaled. Draws `manifold.png`,
+and writes and prints `manifold.csv` (a row for each condition and channel) and `likeness.csv`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pathlib import Path
 import altair as alt
 import numpy as np
 import pandas as pd
-from basics import asked, markdown, over_seeds, said, save
+from basics import format_estimate, markdown, over_seeds, parse_arguments, save
 
 from jaxaudit.analysis.run_reader import CONTROL, load
 from jaxaudit.report import style
 
 CHANNELS = ("x_grad", "x_used", "x_inst")
 BEFORE, AFTER, AT_ONCE = 10, 40, 10
-"""Steps before the onset that are drawn, steps after it that a profile has, and those that are "at once"."""
+"""Steps before the onset that are drawn, steps after it in a profile, and the first of them that are averaged."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Profiles:
     """A channel around the onset, by condition.
 
     Attributes:
-      z: of each condition `[seeds, BEFORE + AFTER]`, the difference to the control in its standard deviations.
-      seeds: of each condition, by which its rows are known.
-      collapsed: of each condition, how many of its lanes collapsed.
+      z: the difference to the control in standard deviations, `[seeds, BEFORE + AFTER]`.
+      seeds: names of the seeds of the rows.
+      collapsed: the number of lanes that collapsed.
     """
 
     z: dict[str, np.ndarray]
@@ -44,8 +44,8 @@ class Profiles:
 
 
 def profiles(folders: Sequence[Path], channel: str) -> Profiles:
-    """Those of all disturbed conditions of runs; a seed's control lane is the same run's."""
-    found = Profiles({}, {}, {})
+    """Returns the profiles of all disturbed conditions of runs; each is compared with controls of the same run."""
+    result = Profiles({}, {}, {})
     for folder in folders:
         run = load(folder)
         values, table = run.channel(channel), run.conditions
@@ -54,46 +54,46 @@ def profiles(folders: Sequence[Path], channel: str) -> Profiles:
         times = run.metrics.set_index(["condition", "seed"])["collapse_time"]
         for number in np.flatnonzero(table.perturbation != CONTROL):
             onset, condition = int(table.onset[number]), str(table.condition[number])
-            name = f"{condition}, {table.duration[number]} steps" if condition in found.z else condition
+            name = f"{condition}, {table.duration[number]} steps" if condition in result.z else condition
             control = np.flatnonzero((table.perturbation == CONTROL) & (table.onset == onset))[0]
             steps = slice(onset - BEFORE, onset + AFTER)
-            found.z[name] = held(values[:, number, steps] - values[:, control, steps])
-            found.z[name] /= spread(values[:, control], steps)
-            found.seeds[name] = [str(seed) for seed in run.telemetry.seed.values]
-            found.collapsed[name] = int(np.isfinite(times.loc[condition]).sum())
-    return found
+            result.z[name] = fill_forward(values[:, number, steps] - values[:, control, steps])
+            result.z[name] /= spread(values[:, control], steps)
+            result.seeds[name] = [str(seed) for seed in run.telemetry.seed.values]
+            result.collapsed[name] = int(np.isfinite(times.loc[condition]).sum())
+    return result
 
 
-def held(series: np.ndarray) -> np.ndarray:
-    """Series `[seeds, T]` in which what is not finite is the value before, or 0: a lane that became NaN stays."""
-    there = np.isfinite(series)
-    latest = np.maximum.accumulate(np.where(there, np.arange(series.shape[1]), -1), axis=1)
-    filled = np.take_along_axis(np.where(there, series, 0.0), np.maximum(latest, 0), axis=1)
+def fill_forward(series: np.ndarray) -> np.ndarray:
+    """Replaces non-finite values of series `[seeds, T]` by the latest finite value, or 0."""
+    finite = np.isfinite(series)
+    latest = np.maximum.accumulate(np.where(finite, np.arange(series.shape[1]), -1), axis=1)
+    filled = np.take_along_axis(np.where(finite, series, 0.0), np.maximum(latest, 0), axis=1)
     return np.where(latest >= 0, filled, 0.0)
 
 
 def spread(control: np.ndarray, steps: slice) -> float:
-    """The standard deviation of control lanes `[seeds, T]` over some steps; where most are flat, over the whole run.
+    """Returns the standard deviation of control lanes `[seeds, T]` over some steps, or over the run if it is constant.
 
-    Over the steps from the interquartile range, as a normal would have it: an undisturbed lane may go astray, too. Of
-    a channel that never moves in them, 1.
+    It is estimated by the interquartile range, since some undisturbed lane may be an outlier. It is 1 for a constant
+    channel.
     """
     low, high = np.nanpercentile(control[:, steps], [25, 75])
     return float((high - low) / 1.349 if high > low else np.nanstd(control)) or 1.0
 
 
 def typical(z: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The median over lanes `[seeds, T]`, each taken so many times."""
+    """Returns the median over lanes `[seeds, T]`, weighted by counts."""
     return np.median(z[np.repeat(np.arange(len(z)), counts)], axis=0)
 
 
-def at_once(curve: np.ndarray) -> float:
-    """The mean of the AT_ONCE steps from the onset of a profile `[BEFORE + AFTER]`."""
+def initial_mean(curve: np.ndarray) -> float:
+    """Returns the mean of the first AT_ONCE steps after the onset of a profile `[BEFORE + AFTER]`."""
     return float(curve[BEFORE : BEFORE + AT_ONCE].mean())
 
 
 def likeness(curves: Sequence[np.ndarray]) -> float:
-    """The mean correlation of all pairs of profiles `[AFTER]`; NaN under two that vary."""
+    """Returns the mean correlation of all pairs of profiles `[AFTER]`, or NaN with fewer than two that vary."""
     usable = [c for c in curves if c.std() > 0]
     if len(usable) < 2:
         return np.nan
@@ -102,81 +102,83 @@ def likeness(curves: Sequence[np.ndarray]) -> float:
 
 
 def distance(curves: Sequence[np.ndarray]) -> float:
-    """The mean over pairs of |a - b| / (|a| + |b|): 0 for equal profiles, 1 for opposite ones; size counts."""
+    """Returns the mean over pairs of |a - b| / (|a| + |b|), which is 0 for equal and 1 for opposite profiles."""
     usable = [c for c in curves if np.abs(c).max() > 0]
     norm = np.linalg.norm
-    apart = [norm(a - b) / (norm(a) + norm(b)) for a, b in itertools.combinations(usable, 2)]
-    return float(np.mean(apart)) if apart else np.nan
+    distances = [norm(a - b) / (norm(a) + norm(b)) for a, b in itertools.combinations(usable, 2)]
+    return float(np.mean(distances)) if distances else np.nan
 
 
 def halves(z: np.ndarray) -> float:
-    """The correlation between the profiles of two halves of a condition's seeds: what noise leaves of a likeness."""
+    """Returns the correlation between profiles of two halves of a condition's seeds, the ceiling due to noise."""
     return likeness([np.median(half[:, BEFORE:], axis=0) for half in (z[::2], z[1::2])])
 
 
-def drawn(seeds: list[str], everyone: list[str], counts: np.ndarray) -> np.ndarray:
-    """How often each of a condition's seeds is taken."""
-    of = dict(zip(everyone, counts, strict=True))
-    return np.array([of[seed] for seed in seeds])
+def seed_counts(seeds: list[str], all_seeds: list[str], counts: np.ndarray) -> np.ndarray:
+    """Returns the counts of a condition's seeds in a bootstrap sample."""
+    count_by_seed = dict(zip(all_seeds, counts, strict=True))
+    return np.array([count_by_seed[seed] for seed in seeds])
 
 
-def tell(name: str, found: Profiles, channel: str) -> tuple[list[dict], dict]:
-    """A row for each condition, and one of how alike they are, with intervals over seeds."""
+def condition_rows(name: str, profiles_: Profiles, channel: str) -> tuple[list[dict], dict]:
+    """Returns a row for each condition, and one with their similarity, with intervals over seeds."""
     rows = []
-    for condition, z in found.z.items():
+    for condition, z in profiles_.z.items():
         curve = typical(z, np.ones(len(z), int))
-        least = int(curve[BEFORE:].argmin())
-        moved = over_seeds(lambda counts, z=z: at_once(typical(z, counts)), found.seeds[condition])
+        lowest_step = int(curve[BEFORE:].argmin())
+        estimate = over_seeds(lambda counts, z=z: initial_mean(typical(z, counts)), profiles_.seeds[condition])
         rows.append(
             {
                 "learner": name,
                 "channel": channel,
                 "condition": condition,
-                "collapsed": f"{found.collapsed[condition]}/{len(z)}",
-                "ten steps": moved.value,
-                "low": moved.low,
-                "high": moved.high,
-                "lowest": float(curve[BEFORE + least]),
-                "lowest at": least,
-                "verdict": "falls" if moved.high < 0 else "rises" if moved.low > 0 else "not told apart",
+                "collapsed": f"{profiles_.collapsed[condition]}/{len(z)}",
+                "ten steps": estimate.value,
+                "low": estimate.low,
+                "high": estimate.high,
+                "lowest": float(curve[BEFORE + lowest_step]),
+                "lowest at": lowest_step,
+                "verdict": "falls" if estimate.high < 0 else "rises" if estimate.low > 0 else "not told apart",
             }
         )
-    everyone = sorted({seed for seeds in found.seeds.values() for seed in seeds})
-    chosen = [row["condition"] for row in rows if row["verdict"] != "not told apart"]
+    all_seeds = sorted({seed for seeds in profiles_.seeds.values() for seed in seeds})
+    changed = [row["condition"] for row in rows if row["verdict"] != "not told apart"]
 
-    def over(figure, conditions):
+    def estimate_over(figure, conditions):
         def statistic(counts):
             curves = []
             for condition in conditions:
-                taken = drawn(found.seeds[condition], everyone, counts)
-                if not taken.any():
+                counts_of_condition = seed_counts(profiles_.seeds[condition], all_seeds, counts)
+                if not counts_of_condition.any():
                     return np.nan
-                curves.append(typical(found.z[condition], taken)[BEFORE:])
+                curves.append(typical(profiles_.z[condition], counts_of_condition)[BEFORE:])
             return figure(curves)
 
-        return over_seeds(statistic, everyone)
+        return over_seeds(statistic, all_seeds)
 
-    within = [halves(found.z[c]) for c in chosen]
+    half_correlations = [halves(profiles_.z[c]) for c in changed]
     row = {
         "learner": name,
         "channel": channel,
-        "conditions that move": f"{len(chosen)} of {len(rows)}",
+        "conditions that move": f"{len(changed)} of {len(rows)}",
         "falls": sum(row["verdict"] == "falls" for row in rows),
         "rises": sum(row["verdict"] == "rises" for row in rows),
-        "correlation": said(over(likeness, chosen)),
-        "distance": said(over(distance, chosen)),
-        "correlation of halves of a condition's seeds": f"{np.nanmean(within):.2f}" if within else "-",
+        "correlation": format_estimate(estimate_over(likeness, changed)),
+        "distance": format_estimate(estimate_over(distance, changed)),
+        "correlation of halves of a condition's seeds": f"{np.nanmean(half_correlations):.2f}"
+        if half_correlations
+        else "-",
     }
     return rows, row
 
 
-def panel(found: Profiles, name: str, channel: str) -> alt.LayerChart:
-    """A line for each condition: the median over seeds, on an axis that is linear near zero."""
+def panel(profiles_: Profiles, name: str, channel: str) -> alt.LayerChart:
+    """Draws a line for each condition, the median over seeds, on a symlog axis."""
     steps = np.arange(-BEFORE, AFTER)
     rows = []
-    for condition, z in found.z.items():
+    for condition, z in profiles_.z.items():
         curve = typical(z, np.ones(len(z), int))
-        collapsed = found.collapsed[condition] > len(z) / 2
+        collapsed = profiles_.collapsed[condition] > len(z) / 2
         group = "most seeds collapse" if collapsed else "they do not"
         rows.append(pd.DataFrame({"step": steps, "z": curve, "condition": condition, "lanes": group}))
     frame = pd.concat(rows)
@@ -198,17 +200,17 @@ def panel(found: Profiles, name: str, channel: str) -> alt.LayerChart:
 
 
 def main() -> None:
-    """Draws and tells."""
-    out, named = asked(__doc__, "of runs; those of a name together")
-    rows, alike, panels = [], [], []
-    for name, folders in named.items():
+    """Writes the tables and draws the figure."""
+    out, folders_by_name = parse_arguments(__doc__, "folders of runs; those of a name belong together")
+    rows, likeness_rows, panels = [], [], []
+    for name, folders in folders_by_name.items():
         for channel in CHANNELS:
-            found = profiles(folders, channel)
-            each, one = tell(name, found, channel)
-            rows += each
-            alike.append(one)
-            panels.append(panel(found, name, channel))
-    table, likenesses = pd.DataFrame(rows), pd.DataFrame(alike)
+            profiles_ = profiles(folders, channel)
+            condition_rows_, likeness_row = condition_rows(name, profiles_, channel)
+            rows += condition_rows_
+            likeness_rows.append(likeness_row)
+            panels.append(panel(profiles_, name, channel))
+    table, likenesses = pd.DataFrame(rows), pd.DataFrame(likeness_rows)
     table.to_csv(out / "manifold.csv", index=False, float_format="%.4g")
     likenesses.to_csv(out / "likeness.csv", index=False)
     print(markdown(table), markdown(likenesses), sep="\n\n")

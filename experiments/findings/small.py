@@ -1,4 +1,4 @@
-"""GPT-2 at widths below the package's smallest, for what must run many times on a few cores."""
+"""GPT-2 at smaller widths than the package's smallest, for experiments with many trainings on few cores."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ gpt2.SIZES.update({"w24": gpt2.Size(24, 2, 2), "w48": gpt2.Size(48, 2, 2)})
 
 
 def small_gpt2(size: str, **changed: Any) -> ja.Learner:
-    """GPT-2 on the Python standard library's bytes, 128 tokens a step."""
-    given: dict[str, Any] = {
+    """GPT-2 on the bytes of the Python standard library, with 128 tokens per step."""
+    defaults: dict[str, Any] = {
         "context": 32,
         "batch_size": 4,
         "accumulation": 1,
@@ -20,4 +20,4 @@ def small_gpt2(size: str, **changed: Any) -> ja.Learner:
         "validation": 8,
         "telemetry": "basic",
     }
-    return ja.learners.language_model("python-stdlib", size=size, **given | changed)
+    return ja.learners.language_model("python-stdlib", size=size, **defaults | changed)

@@ -1,4 +1,4 @@
-"""Two real audits by the command line, whose runs come back as archives: parts of the measurement."""
+"""Parts of the measurement: two audits by the command line, whose runs are archived."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ TINY = {
         ("duration = 10", "duration = 2"),
     ),
 }
-"""What a rehearsal changes in the specs."""
+"""The changes of the specs for a rehearsal."""
 
 LARGEST = 15 * 2**20
-"""Bytes that the archive of a run may have; checkpoints are left out where it would have more."""
+"""The maximal size in bytes of a run that is archived with its checkpoints."""
 
 
 def audit(part: Part, name: str) -> None:
-    """Runs a spec, stopped as by Ctrl-C shortly before its turn ends, and packs the run's folder.
+    """Runs a spec, interrupts it shortly before its turn ends, and archives the run's folder.
 
-    Environment variables: MEASUREMENT, the folder for archives; AUDITS, the folder for runs.
+    The environment variables MEASUREMENT and AUDITS are the folders of archives and of runs.
     """
     spec, out = HERE / f"{name}.toml", Path(os.environ["AUDITS"]).resolve() / name
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -53,34 +53,36 @@ def audit(part: Part, name: str) -> None:
         text = spec.read_text()
         for before, after in TINY[name]:
             if before not in text:
-                raise ValueError(f"{spec.name} has no {before!r} any more")
+                raise ValueError(f"{spec.name} does not contain {before!r}")
             text = text.replace(before, after)
         spec = out.parent / spec.name
         spec.write_text(text)
     part.wait_for_turn()
-    begun = time.monotonic()
+    start = time.monotonic()
     command = [sys.executable, "-m", "jaxaudit", "run", str(spec), "-o", str(out)]
-    # Elsewhere than in the repository's root, whose folder `jaxaudit` would come before the installed package.
+    # In the repository's root, the folder `jaxaudit` would shadow the installed package.
     process = subprocess.Popen(command, stdout=sys.stderr, stderr=sys.stderr, cwd=out.parent)
     try:
         code = process.wait(timeout=max(1.0, min(part.seconds_left - 60, 1e6)))
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # it ends its chunk, and keeps what it has
+        process.send_signal(signal.SIGINT)  # it finishes its chunk and stores its results
         code = process.wait(timeout=50)
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - start
     archive = Path(os.environ["MEASUREMENT"]) / f"audit-{name}.tar.gz"
-    whole = pack(out, archive)
-    part.record(f"audit, {name}", exit_code=code, seconds=[seconds], whole_folder=whole, bytes=archive.stat().st_size)
+    with_checkpoints = pack(out, archive)
+    part.record(
+        f"audit, {name}", exit_code=code, seconds=[seconds], whole_folder=with_checkpoints, bytes=archive.stat().st_size
+    )
 
 
 def pack(out: Path, archive: Path) -> bool:
-    """Archives a run's folder; whether its checkpoints are in it, without which it is reported but not resumed."""
+    """Archives a run's folder; returns whether the archive has its checkpoints, which resuming needs."""
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    whole = size < LARGEST
+    with_checkpoints = size < LARGEST
 
-    def chosen(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        return member if whole or not {"checkpoints", "batches"} & set(Path(member.name).parts) else None
+    def selected(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        return member if with_checkpoints or not {"checkpoints", "batches"} & set(Path(member.name).parts) else None
 
     with tarfile.open(archive, "w:gz") as tar:
-        tar.add(out, out.name, filter=chosen)
-    return whole
+        tar.add(out, out.name, filter=selected)
+    return with_checkpoints

@@ -1,4 +1,4 @@
-"""What others take on the same machine, by the scripts of `experiments/benchmarks`: parts of the measurement."""
+"""Parts of the measurement: other packages on the same machine, by the scripts of `experiments/benchmarks`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from part import Part, compile_quickly
 CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 HOP_LENGTHS = "6,8,9,10,11,11,12,13,14,20"
-"""Tokens after the prompt of rows of `hop` after a warm start of 150 updates, of which TRL's rows draw theirs."""
+"""Lengths after the prompt of rows of `hop` after a warm start of 150 updates, from which TRL's lengths are sampled."""
 
 
 def torch_gpt2(part: Part) -> None:
@@ -45,7 +45,7 @@ def trl(part: Part) -> None:
 
 
 def sb3(part: Part) -> None:
-    """Stable-Baselines3's PPO on the cores, eight environments a process: a process on each core, and one."""
+    """PPO of Stable-Baselines3 on the cores, eight environments per process: one process per core, and one alone."""
     import common
 
     part.wait_for_turn()
@@ -60,7 +60,7 @@ def sb3(part: Part) -> None:
 
 
 def cpu_ppo(part: Part) -> None:
-    """jaxaudit's PPO with C MuJoCo on the machine's cores: what the device is to beat."""
+    """jaxaudit's PPO with C MuJoCo on the machine's cores, the baseline of the device."""
     import common
     import speed
 
@@ -85,7 +85,7 @@ def cpu_grpo(part: Part) -> None:
 
 
 def _on_cores(part: Part) -> None:
-    """A CPU device for each core; the schedule starts these parts with JAX on CPUs alone."""
+    """Configures a CPU device for each core; the schedule starts these parts with JAX on CPUs only."""
     if part.tiny:
         compile_quickly()
     import common

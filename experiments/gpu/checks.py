@@ -1,8 +1,9 @@
-"""Whether results are right on the device: parts of the measurement, which need no turn. README.md has these numbers.
+"""Parts of the measurement that check results on the device and need no turn. README.md uses these numbers.
 
-1 the same bits twice; 2 and in another process; 3 a neutral lane is its control; 4 a NaN stays in its lane; 5 the same
-without deterministic operations; 6 parity of CPU and device; 7 parity with transformers; 8 physics beside Gymnasium's;
-9 a run's folder: replayed, killed, resumed; 10 a run begun on a CPU, resumed on the device; 11 what attention keeps.
+1 the same bits twice; 2 and in another process; 3 a neutral lane equals its control; 4 a NaN stays in its lane; 5 the
+same without deterministic operations; 6 parity of CPU and device; 7 parity with transformers; 8 physics compared with
+Gymnasium; 9 a run's folder: replayed, killed, resumed; 10 a run started on a CPU and resumed on the device; 11 arrays
+that attention stores.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ FAMILIES = ("grpo", "ppo-mjx", "ppo-cartpole", "gpt2")
 
 
 ROUNDING = ("mismatch_chi2",)
-"""Channels that are zero but for rounding, which no two devices share."""
+"""Channels that are zero up to rounding, which differs between devices."""
 
 
 def learner_of(family: str, **settings):
-    """A small learner of each family; `settings` are of GRPO's."""
+    """Returns a small learner of a family; `settings` are for GRPO."""
     import language_model
 
     import jaxaudit as ja
@@ -48,16 +49,16 @@ def learner_of(family: str, **settings):
 
 
 def telemetry(learner, magnitudes: tuple[float, ...], **options) -> dict[str, np.ndarray]:
-    """Channels `[seed, condition, step, ...]` of an audit of 4 seeds x (control, a spike of each magnitude)."""
+    """Returns channels `[seed, condition, step, ...]` of an audit of 4 seeds x (control, a spike of each magnitude)."""
     import jaxaudit as ja
 
     spike = ja.lr_spike(ja.sweep(*magnitudes), onset=2, duration="end")
-    found = ja.audit(learner, [spike], seeds=4, steps=6, **options).telemetry
-    return {n: found[n].values for n in found.data_vars if found[n].dims[:2] == ("seed", "condition")}
+    data = ja.audit(learner, [spike], seeds=4, steps=6, **options).telemetry
+    return {n: data[n].values for n in data.data_vars if data[n].dims[:2] == ("seed", "condition")}
 
 
 def bits(part: Part, *families: str) -> None:
-    """Checks 1 to 5: equality bit for bit within a grid, between two runs, and between grids."""
+    """Checks 1 to 5: bitwise equality within a grid, between two runs, and between grids."""
     if part.tiny:
         compile_quickly()
     for family in families or (("ppo-cartpole",) if part.tiny else FAMILIES):
@@ -80,37 +81,37 @@ def bits(part: Part, *families: str) -> None:
 
 
 def conditions(channels: Mapping[str, np.ndarray], chosen: slice) -> dict[str, np.ndarray]:
-    """Some conditions of an audit's channels."""
+    """Selects conditions of an audit's channels."""
     return {name: values[:, chosen] for name, values in channels.items()}
 
 
 def equal(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> bool:
-    """Whether all channels have the same bits, NaNs of any payload apart."""
+    """Returns whether all channels have the same bits, where all NaNs are equal."""
     return all(np.array_equal(as_bits(left[name]), as_bits(right[name])) for name in left)
 
 
 def as_bits(values: np.ndarray) -> np.ndarray:
-    """float32 as integers, every NaN as the same one."""
+    """Returns float32 values as integers, with one representation of NaN."""
     values = np.ascontiguousarray(values, np.float32)
     return np.where(np.isnan(values), np.uint32(0x7FC00000), values.view(np.uint32))
 
 
 def digest(channels: Mapping[str, np.ndarray]) -> str:
-    """Of all channels' bits, to compare processes by."""
-    found = hashlib.sha256()
+    """Returns a digest of the bits of all channels, to compare processes."""
+    hash_ = hashlib.sha256()
     for name in sorted(channels):
-        found.update(name.encode() + as_bits(channels[name]).tobytes())
-    return found.hexdigest()[:16]
+        hash_.update(name.encode() + as_bits(channels[name]).tobytes())
+    return hash_.hexdigest()[:16]
 
 
 def parity(part: Part, *families: str) -> None:
-    """Check 6: the first two steps on this machine's CPU and on the device, from the same seeds."""
+    """Check 6: compares the first two steps on this machine's CPU and on the device, from the same seeds."""
     if part.tiny:
         compile_quickly()
     import jax
 
-    # GRPO samples: a weight that Adam moves by its whole rate for a gradient that is rounding alone gives other tokens.
-    # From fresh weights no row has a reward, so an entropy bonus gives it a gradient.
+    # GRPO samples tokens, and Adam turns rounding errors of gradients near zero into full steps, hence a large epsilon.
+    # Without a warm start no row has a reward, hence an entropy bonus, so that there is a gradient.
     smooth = {"warm_start": 0, "epsilon": 1.0, "learning_rate": 0.1, "entropy_coefficient": 0.1}
     for family in families or (("ppo-cartpole",) if part.tiny else FAMILIES):
         try:
@@ -129,21 +130,21 @@ def parity(part: Part, *families: str) -> None:
 
 
 def relative_errors(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray], steps: int) -> dict[str, float]:
-    """Each channel's largest difference in the control's first steps, relative to its largest value there."""
-    found = {}
+    """Returns each channel's largest difference in the control's first steps, relative to its largest value there."""
+    errors = {}
     for name in left.keys() - set(ROUNDING):
         a, b = (channels[name][:, 0, :steps].astype(np.float64) for channels in (left, right))
         if not np.array_equal(np.isfinite(a), np.isfinite(b)):
-            found[name] = float("inf")
+            errors[name] = float("inf")
             continue
         finite = np.isfinite(a)
         scale = max(np.abs(a[finite]).max(initial=0.0), 1e-6)
-        found[name] = float(np.abs(a[finite] - b[finite]).max(initial=0.0) / scale)
-    return found
+        errors[name] = float(np.abs(a[finite] - b[finite]).max(initial=0.0) / scale)
+    return errors
 
 
 def physics(part: Part, *tasks: str) -> None:
-    """Check 8: MJX on the device beside Gymnasium, a step from each of its states."""
+    """Check 8: compares MJX on the device with Gymnasium, by a step from each of its states."""
     sys.path.append(str(ROOT / "experiments" / "tasks"))
     import jax
     import parity as comparison
@@ -167,11 +168,10 @@ def physics(part: Part, *tasks: str) -> None:
 
 
 def attention(part: Part) -> None:
-    """Check 11: arrays of scores in GPT-2's step in bfloat16, as it is lowered: none with cuDNN's attention.
+    """Check 11: counts arrays of attention scores in GPT-2's lowered step in bfloat16; cuDNN's attention has none.
 
-    XLA's attention has them in blocks of queries, the last of which sees all T keys: [QUERIES, T].
-
-    A rehearsal has only the other one, as JAX traces cuDNN's where cuDNN is.
+    XLA's attention computes scores in blocks of queries, the last of which has all T keys: [QUERIES, T]. A rehearsal
+    checks only XLA's, since JAX traces cuDNN's attention only where cuDNN is installed.
     """
     import jax
     import language_model
@@ -188,15 +188,15 @@ def attention(part: Part) -> None:
             def step(state, key, data, learner=learner):
                 return learner.step(state, key, Taps(0, 10, data=data))
 
-            given = learner.state_shapes, jax.random.key(0), learner.shapes.tree
-            text = jax.jit(step).lower(*given).as_text()
+            arguments = learner.state_shapes, jax.random.key(0), learner.shapes.tree
+            text = jax.jit(step).lower(*arguments).as_text()
             part.record(f"arrays of scores, {kind}", count=text.count(f"x{QUERIES}x{length}x"), places=length)
         except Exception as error:
             part.failed(f"arrays of scores, {kind}", error)
 
 
 def transformers(part: Part) -> None:
-    """Check 7: GPT-2 beside transformers' on the same device, both in float32: logits, loss, gradients."""
+    """Check 7: compares logits, loss and gradients of GPT-2 with transformers on the same device, in float32."""
     import jax
     import jax.numpy as jnp
     import torch
@@ -207,11 +207,11 @@ def transformers(part: Part) -> None:
 
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("highest")
-    place = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     name, vocabulary, context = ("nano", 257, 64) if part.tiny else ("124m", 50257, 1024)
     size = gpt2.SIZES[name]
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    theirs = GPT2LMHeadModel(
+    reference = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=vocabulary,
             n_positions=context,
@@ -223,25 +223,25 @@ def transformers(part: Part) -> None:
     )
     model = gpt2.GPT2(vocabulary, context, size)
     with tempfile.TemporaryDirectory() as folder:
-        theirs.save_pretrained(folder)
+        reference.save_pretrained(folder)
         params = jax.tree.map(jnp.asarray, gpt2_checkpoint.load(folder, model))
-    theirs = theirs.to(place)
+    reference = reference.to(device)
     tokens = np.random.default_rng(0).integers(0, vocabulary, (2, 65))
-    given = torch.tensor(tokens, device=place)
-    logits = theirs(given[:, :-1]).logits
-    loss = torch.nn.functional.cross_entropy(logits.reshape(-1, vocabulary), given[:, 1:].reshape(-1))
+    tokens_on_device = torch.tensor(tokens, device=device)
+    logits = reference(tokens_on_device[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.reshape(-1, vocabulary), tokens_on_device[:, 1:].reshape(-1))
     loss.backward()
 
-    def ours(params):
+    def loss_and_logits(params):
         hidden, _ = gpt2.apply(model, params, jnp.asarray(tokens[:, :-1]))
         rows = hidden.reshape(-1, size.width)
         weights, labels = jnp.full(len(rows), 1 / len(rows)), jnp.asarray(tokens[:, 1:]).reshape(-1)
         return cross_entropy(rows, gpt2.embedding(params), labels, weights).loss, gpt2.logits(params, hidden)
 
-    (our_loss, our_logits), gradient = jax.jit(jax.value_and_grad(ours, has_aux=True))(params)
-    found = gpt2_checkpoint.tensors(gradient)
-    wanted = {n.removeprefix("transformer."): p.grad for n, p in theirs.named_parameters()}
-    errors = {n: frobenius(found[n], wanted[n.removeprefix("transformer.")]) for n in found}
+    (our_loss, our_logits), gradient = jax.jit(jax.value_and_grad(loss_and_logits, has_aux=True))(params)
+    gradients = gpt2_checkpoint.tensors(gradient)
+    expected = {n.removeprefix("transformer."): p.grad for n, p in reference.named_parameters()}
+    errors = {n: frobenius(gradients[n], expected[n.removeprefix("transformer.")]) for n in gradients}
     part.record(
         f"GPT-2 {name} beside transformers",
         precision=str(jax.config.jax_default_matmul_precision),
@@ -252,9 +252,9 @@ def transformers(part: Part) -> None:
     )
 
 
-def frobenius(ours, theirs) -> float:
-    """The norm of the difference, relative to the other's norm."""
-    a, b = np.asarray(ours, np.float64), theirs.detach().cpu().double().numpy()
+def frobenius(values, reference) -> float:
+    """Returns the norm of the difference relative to the norm of the reference."""
+    a, b = np.asarray(values, np.float64), reference.detach().cpu().double().numpy()
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
@@ -314,78 +314,77 @@ duration = 2
 
 
 def folder(part: Part) -> None:
-    """Checks 9 and 10, by the command line: run, replay, kill -9 and resume, and a CPU's run resumed on the device."""
-    with tempfile.TemporaryDirectory() as place:
-        here = Path(place)
-        (here / "cartpole.toml").write_text(CARTPOLE.format(steps=24 if part.tiny else 40))
-        (here / "pendulum.toml").write_text(PENDULUM)
-        whole, killed = here / "whole", here / "killed"
-        _report(part, "run", _command("run", here / "cartpole.toml", "-o", whole))
-        _report(part, "replay", _command("replay", whole))
-        was_killed = _killed(here / "cartpole.toml", killed)
+    """Checks 9 and 10 by the command line: run, replay, kill -9 and resume, and resuming a CPU's run on the device."""
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary)
+        (root / "cartpole.toml").write_text(CARTPOLE.format(steps=24 if part.tiny else 40))
+        (root / "pendulum.toml").write_text(PENDULUM)
+        finished, killed = root / "whole", root / "killed"
+        _report(part, "run", _command("run", root / "cartpole.toml", "-o", finished))
+        _report(part, "replay", _command("replay", finished))
+        was_killed = _start_and_kill(root / "cartpole.toml", killed)
         _report(part, f"resume after kill -9 (killed: {was_killed})", _command("resume", killed))
-        different = _different(whole, killed)
+        different = _different_channels(finished, killed)
         part.record("folder: the resumed run's telemetry", equal=not different, different=different)
-        begun_on_cpus = {"cartpole.toml": here / "cpu", "pendulum.toml": here / "cpu-physics"}
-        if part.tiny:  # it is on a CPU, which would compile MJX for a minute and show nothing more
-            del begun_on_cpus["pendulum.toml"]
-        for spec, cpu_run in begun_on_cpus.items():
-            # With one device, as the GPU is: as many lanes to a device, the same layout.
-            was_killed = _killed(here / spec, cpu_run, JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="1")
-            done = _command("resume", cpu_run)
-            _report(part, f"resume of a CPU's run, {spec} (killed: {was_killed})", done)
+        cpu_runs = {"cartpole.toml": root / "cpu", "pendulum.toml": root / "cpu-physics"}
+        if part.tiny:  # on a CPU, compiling MJX takes a minute and shows nothing new
+            del cpu_runs["pendulum.toml"]
+        for spec, cpu_run in cpu_runs.items():
+            # One CPU device, like the GPU, so that the layout of lanes is the same.
+            was_killed = _start_and_kill(root / spec, cpu_run, JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="1")
+            process = _command("resume", cpu_run)
+            _report(part, f"resume of a CPU's run, {spec} (killed: {was_killed})", process)
 
 
 def _command(*words: object, **variables: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "jaxaudit", *map(str, words)]
-    place = {"cwd": tempfile.gettempdir(), "env": _environment(variables)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, **place)
+    options = {"cwd": tempfile.gettempdir(), "env": _environment(variables)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, **options)
 
 
 def _environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Variables of the command line, which chooses its own flags.
-
-    It runs elsewhere than in the repository's root, whose folder `jaxaudit` would come before the installed package.
-    """
+    """Returns environment variables for the command line, which chooses XLA's flags itself."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAXAUDIT_CACHE")}
     return {"XDG_CACHE_HOME": str(Path(tempfile.gettempdir()) / "jaxaudit-cache")} | inherited | dict(variables)
 
 
-def _report(part: Part, what: str, done: subprocess.CompletedProcess) -> None:
-    lines = [*done.stdout.splitlines(), *done.stderr.splitlines()]
-    words = [line[:250] for line in lines if line.startswith(("note", "bitwise", "largest", "jaxaudit:"))]
-    if not words or done.returncode:
-        words += [line[:250] for line in done.stderr.splitlines()[-3:]]
-    part.record(f"folder: {what}", exit_code=done.returncode, said=words)
-    print(done.stdout, done.stderr, file=sys.stderr, flush=True)
+def _report(part: Part, step: str, process: subprocess.CompletedProcess) -> None:
+    lines = [*process.stdout.splitlines(), *process.stderr.splitlines()]
+    messages = [line[:250] for line in lines if line.startswith(("note", "bitwise", "largest", "jaxaudit:"))]
+    if not messages or process.returncode:
+        messages += [line[:250] for line in process.stderr.splitlines()[-3:]]
+    part.record(f"folder: {step}", exit_code=process.returncode, said=messages)
+    print(process.stdout, process.stderr, file=sys.stderr, flush=True)
 
 
-def _killed(spec: Path, out: Path, **variables: str) -> bool:
-    """Starts a run and kills it when its first rows are written; whether it was still running then.
+def _start_and_kill(spec: Path, out: Path, **variables: str) -> bool:
+    """Starts a run and kills it when its first rows are written; returns whether it was still running.
 
-    Raises RuntimeError, with its last words, if it failed by itself.
+    Raises RuntimeError with the end of its output if it failed before.
     """
     command = [sys.executable, "-m", "jaxaudit", "run", str(spec), "-o", str(out)]
-    place = {"cwd": tempfile.gettempdir(), "env": _environment(variables)}
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(command, start_new_session=True, stdout=said, stderr=said, **place)
-        end = time.monotonic() + 150
+    options = {"cwd": tempfile.gettempdir(), "env": _environment(variables)}
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, start_new_session=True, stdout=output, stderr=output, **options)
+        deadline = time.monotonic() + 150
         while (
-            time.monotonic() < end and process.poll() is None and not list(out.glob("batches/*/attempt-*/rows-*.npz"))
+            time.monotonic() < deadline
+            and process.poll() is None
+            and not list(out.glob("batches/*/attempt-*/rows-*.npz"))
         ):
             time.sleep(0.01)
         running = process.poll() is None
         if running:
             os.killpg(process.pid, signal.SIGKILL)
         elif process.returncode:
-            said.seek(0)
-            raise RuntimeError(f"{spec.name} does not run: {said.read()[-300:]}")
+            output.seek(0)
+            raise RuntimeError(f"{spec.name} does not run: {output.read()[-300:]}")
         process.wait()
     return running
 
 
-def _different(left: Path, right: Path) -> list[str]:
-    """Channels of two runs that are not bit for bit the same."""
+def _different_channels(left: Path, right: Path) -> list[str]:
+    """Returns the channels of two runs that are not bitwise equal."""
     import xarray
 
     a, b = (xarray.open_zarr(run / "telemetry.zarr").load() for run in (left, right))

@@ -1,15 +1,16 @@
-"""What a learner's step is made of, where a GPU waits for launches: loops, branches, products, bytes.
+"""Operations of a learner's step that determine launch times on a GPU: loops, branches, products and bytes.
 
     python experiments/gpu/loops.py [--only NAME ...]
 
-Read from the jaxpr of one lane's step, at the settings of the GPU measurement, with every site disturbed that a kind of
-the package reaches; lanes share turns, branches and launches, and have floating-point operations and bytes each.
+They are counted in the jaxpr of one lane's step, at the settings of the GPU measurement, with every site disturbed that
+a kind of the package reaches. Lanes share turns, branches and launches; floating-point operations and bytes are per
+lane.
 
-- turns: of loops whose length is known, inner ones times outer ones. Loops that data end are counted apart, as often as
-  they begin, with one turn.
+- turns: iterations of loops of known length, where inner loops multiply. Loops that end by data are counted separately,
+  each start with one turn.
 - branches: `lax.cond` inside loops, in all turns.
-- kernels: operations that a compiler does not fuse into a neighbour: products, reductions, sorts, gathers, scatters.
-- bytes: what those read and write. What is computed entry by entry is taken as fused and free.
+- kernels: operations that a compiler does not fuse with neighbours: products, reductions, sorts, gathers, scatters.
+- bytes: bytes that kernels read and write. Elementwise operations are assumed to be fused and free.
 """
 
 from __future__ import annotations
@@ -33,25 +34,25 @@ from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval
 
 TURN, BRANCH, KERNEL = 6.0, 11.3, 2.26
-"""Microseconds on an H100, as measured by `speed.py` (facts): a counted turn of a loop with a kernel in it, what a
-branch on data adds to it, and a kernel."""
+"""Microseconds on an H100, measured by `speed.py` (facts): a turn of a counted loop with a kernel, an additional branch
+on data, and a kernel."""
 
 ALONE = ("dot_general", "conv_general_dilated", "reduce", "arg", "sort", "top_k", "gather", "scatter", "cum")
-"""Beginnings of the names of primitives that become a kernel of their own."""
+"""Prefixes of the names of primitives that become separate kernels."""
 
 
 @dataclasses.dataclass
 class Counts:
-    """Of one lane's step.
+    """Counts for one lane's step.
 
     Attributes:
-      turns: of loops of known length.
-      open_loops: how often a loop begins that data end.
-      branches: on data, in loops.
-      products: of matrices.
+      turns: turns of loops of known length.
+      open_loops: starts of loops that end by data.
+      branches: branches on data in loops.
+      products: matrix products.
       kernels: operations that are not fused.
-      flops: of products.
-      read_and_written: bytes, by kernels.
+      flops: floating-point operations of products.
+      read_and_written: bytes that kernels read and write.
     """
 
     turns: int = 0
@@ -69,47 +70,47 @@ class Counts:
         return Counts(*(times * a for a in dataclasses.astuple(self)))
 
 
-def counted(jaxpr: Any, in_loop: bool = False) -> Counts:
-    """What a jaxpr's equations come to on a GPU."""
+def count_operations(jaxpr: Any, in_loop: bool = False) -> Counts:
+    """Counts the operations of a jaxpr on a GPU."""
     total = Counts()
     for equation in jaxpr.eqns:
         name, inner = equation.primitive.name, list(jaxprs_in_params(equation.params))
         if name == "scan":
             length = equation.params["length"]
-            total += Counts(turns=length) + counted(inner[0], True) * length
+            total += Counts(turns=length) + count_operations(inner[0], True) * length
         elif name == "while":
-            total += Counts(open_loops=1) + counted(equation.params["body_jaxpr"].jaxpr, True)
+            total += Counts(open_loops=1) + count_operations(equation.params["body_jaxpr"].jaxpr, True)
         elif name == "cond" and equation.params.get("branches_platforms") is not None:
             branch = _branch_of_gpus(equation.params["branches_platforms"])
-            total += counted(equation.params["branches"][branch].jaxpr, in_loop)
+            total += count_operations(equation.params["branches"][branch].jaxpr, in_loop)
         elif name == "cond":
-            branches = [counted(branch.jaxpr, in_loop) for branch in equation.params["branches"]]
+            branches = [count_operations(branch.jaxpr, in_loop) for branch in equation.params["branches"]]
             total += Counts(branches=int(in_loop)) + max(branches, key=lambda branch: branch.kernels)
         elif inner:
-            for one in inner:
-                total += counted(one, in_loop)
+            for inner_jaxpr in inner:
+                total += count_operations(inner_jaxpr, in_loop)
         elif name.startswith(ALONE):
-            total += _alone(equation)
+            total += _count_kernel(equation)
     return total
 
 
 def _branch_of_gpus(platforms: Any) -> int:
-    """Of `jax.lax.platform_dependent`: that for CUDA, or the default one."""
+    """Returns the branch of `jax.lax.platform_dependent` for CUDA, or the default one."""
     return next(i for i, names in enumerate(platforms) if names is None or {"cuda", "gpu"} & set(names))
 
 
-def _alone(equation: Any) -> Counts:
+def _count_kernel(equation: Any) -> Counts:
     sizes = [math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in (*equation.invars, *equation.outvars)]
-    found = Counts(kernels=1, read_and_written=float(sum(sizes)))
+    counts = Counts(kernels=1, read_and_written=float(sum(sizes)))
     if equation.primitive.name == "dot_general":
         contracted = equation.params["dimension_numbers"][0][0]
         shared = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
-        found += Counts(products=1, flops=2.0 * shared * math.prod(equation.outvars[0].aval.shape))
-    return found
+        counts += Counts(products=1, flops=2.0 * shared * math.prod(equation.outvars[0].aval.shape))
+    return counts
 
 
 def learners() -> dict[str, Callable[[], tuple[Any, list[Any]]]]:
-    """Each learner of the GPU measurement, with disturbances at the sites in its loops."""
+    """Returns each learner of the GPU measurement, with disturbances at the sites in its loops."""
     import language_model
     import speed
 
@@ -143,7 +144,7 @@ def learners() -> dict[str, Callable[[], tuple[Any, list[Any]]]]:
 
 
 def step_of(learner: Any, perturbations: list[Any], branch: bool) -> Counts:
-    """One disturbed step of a lane, with branches in loops or with what a GPU gets."""
+    """Counts a disturbed step of a lane, with branches in loops as on CPUs, or without as on GPUs."""
     from jaxaudit.core.grid import disturbance, plan
     from jaxaudit.core.perturbation import control
     from jaxaudit.core.program import Lanes, Program, initial_shapes, lane_step, with_perturbations
@@ -167,29 +168,29 @@ def step_of(learner: Any, perturbations: list[Any], branch: bool) -> Counts:
     idle = np.zeros(len(program.slots), np.int32)
     traced = jax.make_jaxpr(functools.partial(lane_step, program))(data, state, lane, np.int32(0), idle)
     needed, _ = partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
-    return counted(needed)
+    return count_operations(needed)
 
 
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=None)
-    chosen = parser.parse_args().only
+    selected = parser.parse_args().only
     print(
         "| learner | turns | loops that data end | branches: as on CPUs, as on GPUs | products | kernels | "
         "GFLOP a lane | MB a lane | launches, ms | branches saved, ms |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
     for name, make in learners().items():
-        if chosen is not None and not any(part in name for part in chosen):
+        if selected is not None and not any(part in name for part in selected):
             continue
         learner, perturbations = make()
-        before, now = (step_of(learner, perturbations, branch) for branch in (True, False))
-        launches = (TURN * now.turns + KERNEL * now.kernels + BRANCH * now.branches) / 1e3
-        saved = BRANCH * (before.branches - now.branches) / 1e3
+        cpu, gpu = (step_of(learner, perturbations, branch) for branch in (True, False))
+        launches = (TURN * gpu.turns + KERNEL * gpu.kernels + BRANCH * gpu.branches) / 1e3
+        saved = BRANCH * (cpu.branches - gpu.branches) / 1e3
         print(
-            f"| {name} | {now.turns:,} | {now.open_loops:,} | {before.branches:,}, {now.branches:,} | "
-            f"{now.products:,} | {now.kernels:,} | {now.flops / 1e9:.3g} | {now.read_and_written / 1e6:,.0f} | "
+            f"| {name} | {gpu.turns:,} | {gpu.open_loops:,} | {cpu.branches:,}, {gpu.branches:,} | "
+            f"{gpu.products:,} | {gpu.kernels:,} | {gpu.flops / 1e9:.3g} | {gpu.read_and_written / 1e6:,.0f} | "
             f"{launches:,.1f} | {saved:,.2f} |",
             flush=True,
         )

@@ -1,11 +1,11 @@
-"""Starts the parts of the measurement, gives them their turns on the device, stops late ones, prints the table last.
+"""Starts the parts of the measurement, assigns turns on the device, stops late parts, and prints the table.
 
-    python measure_gpu.py OUT                    # everything that is in PARTS
+    python measure_gpu.py OUT                    # all of PARTS
     python measure_gpu.py OUT --tiny             # the rehearsal: the same code at tiny sizes, on a CPU
     python measure_gpu.py OUT --only grpo trl    # some parts
 
-Parts go in waves: the next begins when the last has ended. In a wave a few parts at a time compile, on as many cores as
-do not disturb the one that measures; each says "ready" when it has compiled and is given the device by itself.
+Parts run in waves, one after another. In a wave, a few parts at a time compile, so few that they do not disturb the
+part that measures. Each says "ready" when it has compiled, and then gets the device exclusively.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from table import markdown
 HERE = Path(__file__).resolve().parent
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 EXPANDER = f"{DETERMINISTIC} --xla_gpu_enable_scatter_determinism_expander=true"
-UNTUNED = (
-    "--xla_gpu_autotune_level=0"  # products of small matrices gain nothing by it, and compiling takes minutes less
-)
+UNTUNED = "--xla_gpu_autotune_level=0"  # autotuning does not speed up small products and takes minutes
 GRAPHS = "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL"
-HIGHEST = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}  # of what is no audit, whose products are in float32 anyway
+HIGHEST = {
+    "JAX_DEFAULT_MATMUL_PRECISION": "highest"
+}  # for parts that are no audit; audits compute products in float32 anyway
 TF32 = {"JAX_DEFAULT_MATMUL_PRECISION": "tensorfloat32"}
 ON_CORES = {"JAX_PLATFORMS": "cpu"}
 MOST_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.85"}
@@ -41,19 +41,19 @@ Kind = Literal["device", "cores", "check", "audit"]
 
 @dataclass(frozen=True)
 class Planned:
-    """A part, as it is started.
+    """A part of the measurement.
 
     Attributes:
-      name: under which its figures are written.
-      call: its script, its function and that one's arguments.
-      kind: "device" has the device by itself in its turn; "cores" needs the CPUs too, and waits until nothing compiles;
-        "check" needs no turn; "audit" shares the device with other audits.
-      ready: seconds from its start in which it must ask for its turn, or, as a check, end.
-      turn: seconds that its turn may take.
-      flags: XLA's.
-      environment: variables beside.
-      wave: 1 what is timed, 2 checks, 3 audits, 4 the same with other flags.
-      rehearsed: whether it is part of a rehearsal; one that differs from another in flags alone is not.
+      name: the name under which its results are stored.
+      call: its script, its function, and the arguments of the function.
+      kind: "device" has the device exclusively in its turn; "cores" also needs the CPUs, and waits until nothing
+        compiles; "check" needs no turn; "audit" shares the device with other audits.
+      ready: seconds from its start within which it must request its turn, or end if it is a check.
+      turn: the maximal seconds of its turn.
+      flags: XLA's flags.
+      environment: additional environment variables.
+      wave: 1 timings, 2 checks, 3 audits, 4 the same with other flags.
+      rehearsed: whether it belongs to a rehearsal; parts that differ from others only in flags do not.
     """
 
     name: str
@@ -67,12 +67,12 @@ class Planned:
     rehearsed: bool = True
 
 
-# In the order of their value: what time does not suffice for is last. Unless a part says so without deterministic
-# operations, which `jaxaudit run` asks for.
+# Ordered by value, since the last parts are skipped if time runs out. Deterministic operations, which `jaxaudit run`
+# requests, are off unless the flags of a part set them.
 PARTS = [
     Planned("facts", "speed facts", "device", 120, 30),
     Planned("grpo", "speed grpo micro 8 1024", "device", 300, 60, UNTUNED),
-    Planned("torch_gpt2", "baselines torch_gpt2", "cores", 150, 100),  # launched from a core, one by one
+    Planned("torch_gpt2", "baselines torch_gpt2", "cores", 150, 100),  # its kernels are launched one by one from a core
     Planned("trl", "baselines trl", "cores", 150, 60),
     Planned("gpt2", "speed gpt2 bfloat16 1 4", "device", 240, 40, environment=MOST_MEMORY),
     Planned("gpt2_cudnn", "speed gpt2 bfloat16-cudnn 1 4", "device", 240, 40, "", MOST_MEMORY, rehearsed=False),
@@ -121,7 +121,7 @@ PARTS = [
 
 
 class Running:
-    """A part's process, and what it has said."""
+    """The process of a part, and its state."""
 
     def __init__(self, planned: Planned, arguments: argparse.Namespace, figures: Figures, log: Any):
         self.planned = planned
@@ -145,17 +145,17 @@ class Running:
                 self._figures.add(self.planned.name, json.loads(line))
 
     def give_turn(self, ends: float) -> None:
-        """Lets it measure until then."""
+        """Starts its turn, which ends at a time."""
         self.turn_ends = ends
         try:
             self._process.stdin.write(f"go {max(1.0, ends - time.monotonic() - 2):.0f}\n")
             self._process.stdin.flush()
-        except BrokenPipeError:  # it has just ended
+        except BrokenPipeError:  # the process has just ended
             pass
 
     @property
     def ended(self) -> bool:
-        """Whether the process is gone."""
+        """Whether the process has ended."""
         return self._process.poll() is not None
 
     @property
@@ -165,34 +165,34 @@ class Running:
 
     @property
     def compiles(self) -> bool:
-        """Whether it uses the cores before its turn; a check does to its end."""
+        """Whether it uses the cores before its turn; a check does so until its end."""
         return not self.ready and not self.ended
 
     def late(self, now: float) -> str:
-        """Why it is to be stopped; nothing while it is in time."""
+        """Returns why the part must be stopped, or "" if it is in time."""
         if self.turn_ends is not None:
             return "its turn was over" if now > self.turn_ends else ""
         over = now - self.begun > self.planned.ready and not self.ready
         return "" if not over else "not ready in time" if self.planned.kind != "check" else "took too long"
 
-    def stop(self, why: str) -> None:
-        """Kills it with all that it has started."""
+    def stop(self, reason: str) -> None:
+        """Kills the process and its descendants."""
         if not self.ended:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-            self._figures.add(self.planned.name, {"what": "stopped", "failed": why})
+            self._figures.add(self.planned.name, {"what": "stopped", "failed": reason})
         self._reader.join(timeout=5)
 
 
 class Figures:
-    """What parts hand in, written at once: a line of JSON each, with its second and who used the machine beside."""
+    """Stores results of parts as lines of JSON, with the time and the other parts that used the machine."""
 
     def __init__(self, path: Path, begun: float):
         self._path, self._begun, self._lock = path, begun, threading.Lock()
         self.beside: list[str] = []
 
     def add(self, part: str, figure: dict[str, Any]) -> None:
-        """Appends a figure."""
+        """Appends a result."""
         beside = [name for name in self.beside if name != part]
         line = {"part": part, "second": round(time.monotonic() - self._begun, 1), **figure, "beside": beside}
         with self._lock, self._path.open("a") as file:
@@ -200,26 +200,26 @@ class Figures:
 
 
 def environment(planned: Planned, tiny: bool) -> dict[str, str]:
-    """The variables of a part's process."""
+    """Returns the environment variables of a part's process."""
     inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    chosen = {
+    variables = {
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # many processes share the device
         "JAXAUDIT_CACHE": "off",
         "PYTHONUNBUFFERED": "1",
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
-    if planned.flags:  # a CPU's compiler reads them too, and does not know what to do with a wrong name
-        chosen["XLA_FLAGS"] = planned.flags
+    if planned.flags:  # the CPU's compiler reads them too, and fails for unknown names
+        variables["XLA_FLAGS"] = planned.flags
     if tiny:
-        chosen["JAX_PLATFORMS"] = "cpu"
-    if planned.kind == "audit":  # these take the command line's own way
-        chosen["XLA_FLAGS"] = f"{DETERMINISTIC.replace('true', 'false')} {UNTUNED}"
-        del chosen["JAXAUDIT_CACHE"]
-    return inherited | chosen | planned.environment
+        variables["JAX_PLATFORMS"] = "cpu"
+    if planned.kind == "audit":  # audits configure themselves by the command line
+        variables["XLA_FLAGS"] = f"{DETERMINISTIC.replace('true', 'false')} {UNTUNED}"
+        del variables["JAXAUDIT_CACHE"]
+    return inherited | variables | planned.environment
 
 
 def may_begin(candidate: Running, parts: list[Running]) -> bool:
-    """Whether a part that is ready may measure now."""
+    """Returns whether a part that is ready may measure now."""
     kind = candidate.planned.kind
     busy = {part.planned.kind for part in parts if part.measures}
     if kind == "cores" and any(part.compiles for part in parts):
@@ -228,9 +228,9 @@ def may_begin(candidate: Running, parts: list[Running]) -> bool:
 
 
 def run(arguments: argparse.Namespace, out: Path, begun: float) -> list[str]:
-    """Runs the chosen parts to their end or to the end of the time; names of those that were never started."""
+    """Runs the chosen parts until they end or time is up; returns the names of parts that were not started."""
     waiting = select_parts(arguments)
-    order = {planned.name: place for place, planned in enumerate(waiting)}
+    priority = {planned.name: place for place, planned in enumerate(waiting)}
     parts: list[Running] = []
     figures = Figures(out / "figures.jsonl", begun)
     end = begun + arguments.seconds
@@ -245,7 +245,7 @@ def run(arguments: argparse.Namespace, out: Path, begun: float) -> list[str]:
             for part in parts:
                 if not part.ended and (why := part.late(now)):
                     part.stop(why)
-            for part in sorted(parts, key=lambda part: order[part.planned.name]):
+            for part in sorted(parts, key=lambda part: priority[part.planned.name]):
                 if part.ready and not part.ended and part.turn_ends is None and may_begin(part, parts):
                     part.give_turn(min(now + part.planned.turn, end))
             time.sleep(0.05)
@@ -255,12 +255,14 @@ def run(arguments: argparse.Namespace, out: Path, begun: float) -> list[str]:
 
 
 def select_parts(arguments: argparse.Namespace) -> list[Planned]:
-    """The parts that are asked for, in waves."""
+    """Returns the requested parts, ordered by wave."""
     if arguments.only:
-        asked = [planned for planned in PARTS if planned.name in arguments.only]
+        requested = [planned for planned in PARTS if planned.name in arguments.only]
     else:
-        asked = [planned for planned in PARTS if planned.rehearsed or not arguments.tiny]
-    return sorted((planned for planned in asked if planned.wave in arguments.waves), key=lambda planned: planned.wave)
+        requested = [planned for planned in PARTS if planned.rehearsed or not arguments.tiny]
+    return sorted(
+        (planned for planned in requested if planned.wave in arguments.waves), key=lambda planned: planned.wave
+    )
 
 
 def main() -> None:
@@ -270,8 +272,10 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder for figures.jsonl, log.txt, table.md and the audits' archives")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on a CPU; its numbers mean nothing")
     parser.add_argument("--only", nargs="+", choices=[p.name for p in PARTS], metavar="PART", help="some parts")
-    parser.add_argument("--seconds", type=float, default=500, help="after which all is stopped (%(default)s)")
-    waves = "1 what is timed, 2 checks, 3 audits, 4 other flags (all)"
+    parser.add_argument(
+        "--seconds", type=float, default=500, help="time after which all parts are stopped (%(default)s)"
+    )
+    waves = "1 timings, 2 checks, 3 audits, 4 other flags (all)"
     parser.add_argument("--waves", type=int, nargs="+", default=[1, 2, 3, 4], help=waves)
     parser.add_argument("--side-by-side", type=int, default=side_by_side, help="parts that compile (%(default)s)")
     arguments = parser.parse_args()
@@ -280,11 +284,11 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     os.environ["MEASUREMENT"] = str(out)
     os.environ.setdefault("AUDITS", str(out / "audits"))
-    never = run(arguments, out, begun)
+    not_started = run(arguments, out, begun)
     figures = [json.loads(line) for line in (out / "figures.jsonl").read_text().splitlines()]
     table = markdown(figures)
-    if never:
-        table += f"\n\nnever started: {', '.join(never)}"
+    if not_started:
+        table += f"\n\nnever started: {', '.join(not_started)}"
     (out / "table.md").write_text(table + "\n")
     print(table, f"\n\n{time.monotonic() - begun:.0f} s")
 

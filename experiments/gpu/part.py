@@ -1,8 +1,9 @@
-"""What a part of the measurement shares with the schedule: it records figures, and waits for its turn on the device.
+"""The protocol between a part of the measurement and the schedule: recording results, and waiting for the device.
 
 A part is a process: `python part.py SCRIPT FUNCTION [--tiny] [ARGUMENT ...]` calls `FUNCTION(part, *ARGUMENTS)` of
-`SCRIPT.py`. Its standard output is read by `measure_gpu.py`: a line "ready" asks for the device, every other line is a
-figure as JSON. The schedule answers "go SECONDS" on its standard input. Run by hand, a part gets its turn at once.
+`SCRIPT.py`. `measure_gpu.py` reads its standard output: a line "ready" requests the device, and every other line is a
+result as JSON. The schedule answers "go SECONDS" on its standard input. A part that is started manually gets its turn
+with the first line of input.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ BENCHMARKS = ROOT / "experiments" / "benchmarks"
 
 
 class Part:
-    """A part's side of the schedule.
+    """The part's side of the protocol.
 
     Attributes:
-      tiny: whether it is a rehearsal, whose numbers mean nothing.
+      tiny: whether this is a rehearsal, whose numbers are meaningless.
     """
 
     def __init__(self, tiny: bool, out: TextIO, words: TextIO):
@@ -34,35 +35,35 @@ class Part:
         self._end = float("inf")
 
     def record(self, what: str, **figures: Any) -> None:
-        """Hands a figure to the schedule, which writes it at once."""
+        """Sends a result to the schedule, which stores it immediately."""
         print(json.dumps({"what": what, **figures}, default=str), file=self._out, flush=True)
 
     def wait_for_turn(self) -> None:
-        """Returns when no other part measures on the device."""
+        """Waits until no other part measures on the device."""
         print("ready", file=self._out, flush=True)
         word = self._words.readline().split()
         self._end = time.monotonic() + float(word[1]) if len(word) == 2 else float("inf")
 
     @property
     def seconds_left(self) -> float:
-        """Of its turn."""
+        """The remaining seconds of the turn."""
         return self._end - time.monotonic()
 
     def failed(self, what: str, error: BaseException, **figures: Any) -> None:
-        """Records that something was tried and did not work."""
+        """Records that a measurement failed."""
         self.record(what, failed=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}", **figures)
 
 
 def device_memory() -> dict[str, int | None]:
-    """Bytes of the first device that are in use, that were at most, and that there are; none on a CPU."""
+    """Returns the bytes of the first device in use, at the peak and in total, or None on a CPU."""
     import jax
 
-    found = jax.devices()[0].memory_stats() or {}
-    return {name: found.get(name) for name in ("bytes_in_use", "peak_bytes_in_use", "bytes_limit")}
+    statistics = jax.devices()[0].memory_stats() or {}
+    return {name: statistics.get(name) for name in ("bytes_in_use", "peak_bytes_in_use", "bytes_limit")}
 
 
 def compile_quickly() -> None:
-    """For a rehearsal on a CPU: XLA leaves out most of its optimisations."""
+    """Disables most optimisations of XLA, for a rehearsal on a CPU."""
     import jax
 
     jax.config.update("jax_disable_most_optimizations", True)
@@ -75,22 +76,22 @@ def main() -> None:
     parser.add_argument("function")
     parser.add_argument("arguments", nargs="*")
     parser.add_argument("--tiny", action="store_true")
-    given = parser.parse_args()
-    # What libraries print belongs to the log.
+    arguments = parser.parse_args()
+    # Output of libraries goes to the log.
     descriptor = os.dup(1)
     os.dup2(2, 1)
-    part = Part(given.tiny, os.fdopen(descriptor, "w"), sys.stdin)
-    # Appended, not inserted: the folder has a kernels.py, and transformers looks for a package of that name.
+    part = Part(arguments.tiny, os.fdopen(descriptor, "w"), sys.stdin)
+    # Appended, since the folder has a kernels.py, which would shadow a package that transformers imports.
     sys.path.append(str(BENCHMARKS))
     os.environ.setdefault("JAXAUDIT_CACHE", "off")
-    begun = time.monotonic()
+    start = time.monotonic()
     try:
-        getattr(importlib.import_module(given.script), given.function)(part, *given.arguments)
+        getattr(importlib.import_module(arguments.script), arguments.function)(part, *arguments.arguments)
     except BaseException as error:
         traceback.print_exc()
         part.failed("part", error)
         raise SystemExit(1) from error
-    part.record("done", seconds=round(time.monotonic() - begun, 1))
+    part.record("done", seconds=round(time.monotonic() - start, 1))
 
 
 if __name__ == "__main__":

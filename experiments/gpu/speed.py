@@ -1,4 +1,4 @@
-"""How fast jaxaudit trains lanes, and what the device can do at most: parts of the measurement, one function each."""
+"""Parts of the measurement: the speed of jaxaudit's lanes, and the limits of the device. Each part is a function."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def _prepare(part: Part) -> None:
         compile_quickly()
 
 
-# What the device can do.
+# Limits of the device.
 
 
 def facts(part: Part) -> None:
-    """Versions, the memory's bandwidth, the rates of products, and what a launch in a loop costs."""
+    """Versions, bandwidth of the memory, rates of products, and costs of launches in loops."""
     import jax
     import jax.numpy as jnp
 
@@ -76,14 +76,14 @@ def _median_seconds(function: Callable, *arguments, repetitions: int = 10) -> fl
     jax.block_until_ready(function(*arguments))
     seconds = []
     for _ in range(repetitions):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         jax.block_until_ready(function(*arguments))
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - start)
     return float(np.median(seconds))
 
 
 def _loops(turns: int) -> Iterable[tuple[str, Callable, tuple]]:
-    """Loops of which everything that is bound by launches is made."""
+    """Returns the kinds of loops in programs that are bound by launches."""
     import jax
     import jax.numpy as jnp
 
@@ -92,7 +92,7 @@ def _loops(turns: int) -> Iterable[tuple[str, Callable, tuple]]:
 
     def until(x):
         def going_on(carry):
-            return (carry[1] < turns) & (carry[0][0] < 2)  # known to the device alone
+            return (carry[1] < turns) & (carry[0][0] < 2)  # depends on data on the device
 
         return jax.lax.while_loop(going_on, lambda carry: (jnp.sin(carry[0]), carry[1] + 1), (x, jnp.int32(0)))[0]
 
@@ -104,7 +104,7 @@ def _loops(turns: int) -> Iterable[tuple[str, Callable, tuple]]:
 
     def ten(x):
         def body(x, _):
-            for _ in range(5):  # sorts are not fused with anything
+            for _ in range(5):  # sorts are not fused
                 x = jnp.sort(jnp.sin(x))
             return x, None
 
@@ -122,28 +122,28 @@ def _loops(turns: int) -> Iterable[tuple[str, Callable, tuple]]:
 # Lanes of learners.
 
 
-def measure(part: Part, lanes, work: float, what: str, unit: str, repetitions: int = 5) -> None:
-    """Records the rate at which compiled lanes train: `work` is what a step of one lane counts for.
+def measure(part: Part, lanes, work: float, name: str, unit: str, repetitions: int = 5) -> None:
+    """Records the training rate of compiled lanes, where `work` is the work of one lane's step.
 
-    What does not fit in memory is recorded as failed, and the next is tried.
+    Lanes that do not fit in memory are recorded as failed.
     """
     try:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         lanes.begin()
-        beginning = time.perf_counter() - begun
+        initial_seconds_ = time.perf_counter() - start
         telemetry = lanes.train()
         seconds: list[float] = []
         while len(seconds) < repetitions and (not seconds or part.seconds_left > 3 * max(seconds)):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             telemetry = lanes.train()
-            seconds.append(time.perf_counter() - begun)
+            seconds.append(time.perf_counter() - start)
     except Exception as error:
-        part.failed(what, error, lanes=lanes.lanes)
+        part.failed(name, error, lanes=lanes.lanes)
         return
     finally:
         lanes.free()
     part.record(
-        what,
+        name,
         lanes=lanes.lanes,
         rate=lanes.lanes * lanes.rows * work / float(np.median(seconds)),
         unit=unit,
@@ -151,29 +151,29 @@ def measure(part: Part, lanes, work: float, what: str, unit: str, repetitions: i
         seconds=seconds,
         steps=lanes.rows,
         compile_seconds=round(lanes.compile_seconds, 1),
-        initial_seconds=round(beginning, 2),
+        initial_seconds=round(initial_seconds_, 2),
         planned_bytes=lanes.planned_bytes,
         **device_memory(),
         means={n: float(np.mean(telemetry[n])) for n in ("performance", "loss") if n in telemetry},
     )
 
 
-def measure_all(part: Part, compiling: list, work: float, what: str, unit: str, repetitions: int = 5) -> None:
-    """Waits for the compiler and for the turn, then measures one after the other."""
+def measure_all(part: Part, compiling: list, work: float, name: str, unit: str, repetitions: int = 5) -> None:
+    """Waits for the compiler and for the turn, and then measures all lanes one after another."""
     compiled = []
     for lanes in compiling:
         try:
             lanes.wait()
             compiled.append(lanes)
         except Exception as error:
-            part.failed(what, error, lanes=lanes.lanes)
+            part.failed(name, error, lanes=lanes.lanes)
     part.wait_for_turn()
     for lanes in compiled:
-        measure(part, lanes, work, what, unit, repetitions)
+        measure(part, lanes, work, name, unit, repetitions)
 
 
 def quadratic(part: Part) -> None:
-    """Gradient descent on a quadratic, the README's own learner: what the program around a learner costs."""
+    """Gradient descent on a quadratic, the learner of the README, which shows the overhead of the program."""
     _prepare(part)
     import common
     import jax
@@ -199,11 +199,11 @@ def quadratic(part: Part) -> None:
 
 
 def grpo_learner(tiny: bool, **settings):
-    """GRPO on hop after a warm start, at the shapes of `dialogues.py`, without held-out rows, which TRL has not."""
+    """Returns GRPO on hop after a warm start, at the shapes of `dialogues.py`, and like TRL without held-out rows."""
     import jaxaudit as ja
 
-    few = {"prompts": 2, "group_size": 2, "performance_rows": 2, "microbatches": 1, "epochs": 1} if tiny else {}
-    same = {
+    small = {"prompts": 2, "group_size": 2, "performance_rows": 2, "microbatches": 1, "epochs": 1} if tiny else {}
+    common_settings = {
         "size": "micro",
         "kl": "none",
         "kl_coefficient": 0.0,
@@ -212,24 +212,24 @@ def grpo_learner(tiny: bool, **settings):
         "performance_every": 1_000,
         "old_log_probability": "sampled",
     }
-    return ja.learners.grpo("hop", **few | same | settings)
+    return ja.learners.grpo("hop", **small | common_settings | settings)
 
 
 def grpo(part: Part, size: str, *widths: str) -> None:
-    """GRPO at a size of the model: micro, after a warm start, or mini, without one, whose rows fill their slots."""
+    """GRPO by model size: micro, after a warm start, or mini, without one, so that rows fill their slots."""
     _prepare(part)
     import common
 
-    chosen = {"size": "mini", "warm_start": 0} if size == "mini" and not part.tiny else {}
+    settings = {"size": "mini", "warm_start": 0} if size == "mini" and not part.tiny else {}
     steps = 2 if part.tiny or size == "mini" else 10
-    learner = grpo_learner(part.tiny, **chosen)
+    learner = grpo_learner(part.tiny, **settings)
     compiling = [common.Lanes(learner, width, steps) for width in ((2,) if part.tiny else map(int, widths))]
-    what = {"micro": "GRPO on hop, 0.1M", "mini": "GRPO on hop, 11M"}[size]
-    measure_all(part, compiling, 1, what, "lane iterations/s", 3)
+    name = {"micro": "GRPO on hop, 0.1M", "mini": "GRPO on hop, 11M"}[size]
+    measure_all(part, compiling, 1, name, "lane iterations/s", 3)
 
 
 def ppo_learner(tiny: bool, physics: str = "mjx", **settings):
-    """PPO on HalfCheetah-v5, Table S2's settings unless others are given."""
+    """Returns PPO on HalfCheetah-v5, by default with the settings of Table S2."""
     import jaxaudit as ja
     from jaxaudit.tasks import named
 
@@ -239,38 +239,38 @@ def ppo_learner(tiny: bool, physics: str = "mjx", **settings):
 
 
 def ppo(part: Part, environments: str, *widths: str) -> None:
-    """PPO on MJX with Table S2's 8 environments a lane, or with 2048, as trainers on GPUs have them."""
+    """PPO on MJX with 8 environments per lane, as in Table S2, or with 2048, as usual on GPUs."""
     _prepare(part)
     import common
 
     wide = {"num_envs": 2048, "rollout_length": 32, "minibatch_size": 8192, "epochs": 4}
     learner = ppo_learner(part.tiny, **wide if environments == "2048" else {})
     compiling = [common.Lanes(learner, width, 1) for width in ((2,) if part.tiny else map(int, widths))]
-    what = {"8": "Table S2", "2048": "2,048 environments a lane"}[environments]
-    measure_all(part, compiling, learner.samples_per_step, f"PPO on HalfCheetah, MJX, {what}", "env steps/s", 2)
+    name = {"8": "Table S2", "2048": "2,048 environments a lane"}[environments]
+    measure_all(part, compiling, learner.samples_per_step, f"PPO on HalfCheetah, MJX, {name}", "env steps/s", 2)
 
 
 def gpt2(part: Part, precision: str, *widths: str) -> None:
-    """GPT-2 124M on batches of 8 x 1,024 tokens: a training step at several widths, and an audited one.
+    """GPT-2 124M on batches of 8 x 1,024 tokens: a training step for several numbers of lanes, and an audited step.
 
-    A precision of "bfloat16-cudnn" is bfloat16 with cuDNN's attention.
+    The precision "bfloat16-cudnn" is bfloat16 with cuDNN's attention.
     """
     _prepare(part)
     import common
     import language_model
 
     size, batch, length, vocabulary = ("nano", 2, 16, 257) if part.tiny else ("124m", 8, 1024, 50257)
-    chosen = (1,) if part.tiny else [int(width) for width in widths]
+    lane_counts = (1,) if part.tiny else [int(width) for width in widths]
     attention = "cudnn" if precision.endswith("-cudnn") else "xla"
-    tried = [(False, width) for width in chosen] + [(True, chosen[0])]
+    variants = [(False, width) for width in lane_counts] + [(True, lane_counts[0])]
     rows, compiling = 2 if part.tiny else 5, []
-    for audited, width in tried:
+    for audited, width in variants:
         settings = {"precision": precision.removesuffix("-cudnn"), "attention": attention}
         learner, _ = language_model.learner_of(size, batch, length, audited, vocabulary, **settings)
         compiling.append(common.Lanes(learner, width, rows, steps=100_000))
     names = {False: f"GPT-2 {size}, {precision}, training step", True: f"GPT-2 {size}, {precision}, audited step"}
     compiled = []
-    for (audited, _), lanes in zip(tried, compiling, strict=True):
+    for (audited, _), lanes in zip(variants, compiling, strict=True):
         try:
             lanes.wait()
             compiled.append((names[audited], lanes))

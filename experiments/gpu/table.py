@@ -1,4 +1,4 @@
-"""The table of a measurement: a line for every figure, with its target beside; `python table.py FOLDER` prints it."""
+"""The table of a measurement, with a line for every result and its target; `python table.py FOLDER` prints it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ TARGETS: dict[tuple[str, int | None], float] = {
     ("PPO on HalfCheetah, MJX, 2,048 environments a lane", 16): 0.8e6,
     ("quadratic", 100_000): 5e8,
 }
-"""What a rate is to be at least, by what is measured and the number of lanes; on an H100."""
+"""Minimal rates on an H100, by the name of the result and the number of lanes."""
 
 RATIOS = (
     ("GPT-2 124m, bfloat16, training step", 1, "PyTorch GPT-2, sdpa, bfloat16", 0.9),
     ("GPT-2 124m, float32, training step", 1, "PyTorch GPT-2, sdpa, float32", 1.0),
     ("GRPO on hop, 0.1M", 1024, "TRL GRPO, 0.1M", 300.0),
 )
-"""What is measured, at how many lanes; with what it is compared on the same machine; the least ratio that is wanted."""
+"""The name of a result, the number of lanes, the result it is compared with on the same machine, the minimal ratio."""
 
 LEFT_OUT = (
     "what",
@@ -41,7 +41,7 @@ LEFT_OUT = (
 
 
 def markdown(figures: Iterable[Mapping[str, Any]]) -> str:
-    """A markdown table of figures in the order in which they came, and of the ratios that have a target."""
+    """Returns a Markdown table of the results in their order, and of the ratios that have a target."""
     figures = [figure for figure in figures if figure["what"] != "done"]
     lines = ["| s | part | what | lanes | rate | target | besides |", "|---|---|---|---|---|---|---|"]
     lines += [_line(figure) for figure in figures]
@@ -64,7 +64,7 @@ def _is_shown(name: str, value: Any) -> bool:
 
 
 def short(value: Any) -> str:
-    """A value in a few characters."""
+    """Formats a value in few characters."""
     if isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and value > 99_999):
         return f"{value:.4g}" if value == 0 or not 1e3 <= abs(value) < 1e6 else f"{value:,.0f}"
     if isinstance(value, Mapping):
@@ -75,18 +75,18 @@ def short(value: Any) -> str:
 
 
 def _ratios(figures: list[Mapping[str, Any]]) -> list[str]:
-    found = []
-    for what, lanes, other, target in RATIOS:
-        below = [f["rate"] for f in figures if f["what"] == other and "rate" in f]
+    lines = []
+    for what, lanes, baseline, target in RATIOS:
+        below = [f["rate"] for f in figures if f["what"] == baseline and "rate" in f]
         for figure in figures:
             if below and figure["what"] == what and figure.get("lanes") == lanes and "rate" in figure:
                 ratio = figure["rate"] / below[-1]
-                found.append(f"{figure['part']}: {what}, {lanes} lanes / {other}: {short(ratio)}; target {target:g}")
-    return found
+                lines.append(f"{figure['part']}: {what}, {lanes} lanes / {baseline}: {short(ratio)}; target {target:g}")
+    return lines
 
 
 def _digests(figures: list[Mapping[str, Any]]) -> list[str]:
-    """Whether processes with equal flags have the same bits."""
+    """Returns lines on whether processes with equal flags have the same bits."""
     by_part = {(f["what"], f["part"]): f["digest"] for f in figures if "digest" in f}
     return [
         f"{what}: another process has {'the same' if digest == by_part[what, 'bits_again'] else 'OTHER'} bits"

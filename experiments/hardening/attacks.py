@@ -1,11 +1,11 @@
-"""Attacks jaxaudit by commands and files, and says what each command did: how long, how much memory, which sentence.
+"""Attacks jaxaudit by commands and files, and reports the time, memory and message of each command.
 
     python experiments/hardening/attacks.py [--only NAME ...] [--source FOLDER]
 
-Every attack begins from a copy of a small run, changes it or its surroundings, and starts one command as a process of
-its own. It is held if the command ends in time with an expected exit code, in one sentence where that is not 0,
-with less than 1 GiB more memory than the same kind of command takes untouched, and without the harm that was planted.
-`--source` has the commands run from another checkout, which is how the column "before" of the table was made.
+Every attack starts from a copy of a small run, changes it or its environment, and runs one command in a separate
+process. It is held off if the command ends in time with an expected exit code, with one sentence if that is not 0, with
+less than 1 GiB more memory than the same command without an attack, and without the intended harm. With `--source`,
+the commands are those of another checkout, which is how the column "before" of the table was measured.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from commands import SPEC, sealed
+from commands import SPEC, update_digests
 
 SECONDS = 120.0
-"""After which a command is ended: it has hung."""
+"""Seconds after which a command counts as hanging and is killed."""
 
 MEMORY = 2**30
-"""Bytes that an attack may cost beside what the command takes anyway."""
+"""Additional bytes that an attack may cost."""
 
 
 class Payload:
-    """Unpickled, it makes a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -52,13 +52,14 @@ class Payload:
 
 @dataclass
 class Place:
-    """Where one attack happens.
+    """The files of one attack.
 
     Attributes:
+      root: the folder of all files.
       run: a copy of a finished run.
-      stopped: a copy of one that was stopped while its forks were trained.
-      harm: a file that must not appear, or, where it is there, must not change.
-      spec: of the runs.
+      stopped: a copy of a run that was stopped while its forks were trained.
+      harm: a file that must not be created, or must not change if it exists.
+      spec: the spec of the runs.
     """
 
     root: Path
@@ -70,16 +71,16 @@ class Place:
 
 @dataclass
 class Attack:
-    """A change, the command that meets it, and how that may end.
+    """A change, the command that encounters it, and the permitted results.
 
     Attributes:
-      make: makes the change.
-      argv: of the command.
-      codes: exit codes that are right.
-      words: a regular expression that what it says must have in it.
-      address_space: bytes that the command may have; None: all.
-      environment: variables.
-      seconds: of the processor that the command may take, beside those of a spec that is refused at once.
+      make: function that makes the change.
+      argv: function that returns the arguments of the command.
+      codes: permitted exit codes.
+      words: a regular expression that the message must match.
+      address_space: the limit of the command's address space in bytes, or None.
+      environment: additional environment variables.
+      seconds: processor seconds that the command may take, in addition to those of refusing a wrong spec.
     """
 
     make: Callable[[Place], None]
@@ -95,7 +96,7 @@ ATTACKS: dict[str, Attack] = {}
 
 
 def attack(name: str, argv: Callable[[Place], list[object]], **settings: Any) -> Callable[[Any], Any]:
-    """Registers the function that makes an attack's change."""
+    """Returns a decorator that registers the function that makes an attack's change."""
 
     def register(make: Callable[[Place], None]) -> Callable[[Place], None]:
         ATTACKS[name] = Attack(make, argv, **settings)
@@ -115,7 +116,7 @@ def replay(p: Place) -> list[object]:
 
 
 def resume(p: Place) -> list[object]:
-    """Goes on with the stopped run."""
+    """Resumes the stopped run."""
     return ["resume", p.stopped]
 
 
@@ -130,8 +131,8 @@ def edit(path: Path, change: Callable[[Any], Any]) -> None:
     path.write_text(json.dumps(change(value) or value))
 
 
-def perturbed(p: Place, **audit: object) -> None:
-    """The spec with other values in [audit]."""
+def change_audit(p: Place, **audit: object) -> None:
+    """Changes values of [audit] in the spec."""
     text = p.spec.read_text()
     for key, value in audit.items():
         text = re.sub(rf"^{key} = .*$", f"{key} = {value}", text, flags=re.MULTILINE)
@@ -139,12 +140,12 @@ def perturbed(p: Place, **audit: object) -> None:
 
 
 def chunks(p: Place) -> dict[str, Any]:
-    """The metadata of the performance of the finished run."""
+    """Reads the metadata of the performance of the finished run."""
     return json.loads((p.run / "telemetry.zarr/performance/zarr.json").read_text())
 
 
 def zarr_2(p: Place, filters: list[dict[str, str]], content: bytes) -> None:
-    """Telemetry in zarr's format 2, whose performance is filtered so."""
+    """Replaces telemetry by zarr's format 2, with filters of the performance."""
     store = p.run / "telemetry.zarr"
     shutil.rmtree(store)
     for name, dims in {"performance": ["seed", "condition", "step"]}.items():
@@ -173,28 +174,28 @@ def _(p: Place) -> None:
     zarr_2(p, [{"id": "vlen-utf8"}, {"id": "pickle"}], pickle.dumps(Payload(p.harm)))
 
 
-def archive(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Writes arrays as `numpy.savez` does."""
+def write_archive(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Writes arrays by `numpy.savez`."""
     with path.open("wb") as file:
         np.savez(file, **arrays)
 
 
-def monitored(p: Place) -> None:
-    """The spec with a monitor."""
+def add_monitor(p: Place) -> None:
+    """Adds a monitor to the spec."""
     with p.spec.open("a") as file:
         file.write(f'\n[monitor]\nfile = "{p.root / "monitor.npz"}"\n')
 
 
 @attack("pickle in a monitor", run, words="not a monitor's file|is damaged")
 def _(p: Place) -> None:
-    monitored(p)
-    archive(p.root / "monitor.npz", {"description": np.array([Payload(p.harm)], object)})
+    add_monitor(p)
+    write_archive(p.root / "monitor.npz", {"description": np.array([Payload(p.harm)], object)})
 
 
 @attack("pickle in telemetry rows", resume, codes=(0, 2), words="unpickled|damaged")
 def _(p: Place) -> None:
     for rows in p.stopped.glob("batches/*/*/rows-*.npz"):
-        archive(rows, {"performance": np.array([Payload(p.harm)], object)})
+        write_archive(rows, {"performance": np.array([Payload(p.harm)], object)})
 
 
 @attack("link: a figure", report, words="is a link")
@@ -252,7 +253,7 @@ def _(p: Place) -> None:
 
 @attack("a monitor that inflates a thousandfold", run, words="monitor")
 def _(p: Place) -> None:
-    monitored(p)
+    add_monitor(p)
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": (10**9,)})
     with (
@@ -266,13 +267,13 @@ def _(p: Place) -> None:
 
 @attack("a pipe for a monitor", run, words="is not a file")
 def _(p: Place) -> None:
-    monitored(p)
+    add_monitor(p)
     os.mkfifo(p.root / "monitor.npz")
 
 
 @attack("a million seeds", run, seconds=3, words="seeds must be")
 def _(p: Place) -> None:
-    perturbed(p, seeds=10**6)
+    change_audit(p, seeds=10**6)
 
 
 @attack("300,000 conditions in one entry", run, seconds=5, words="at most 100000 conditions")
@@ -290,25 +291,25 @@ def _(p: Place) -> None:
             file.write(f'\n[[perturbation]]\nkind = "weight_noise"\nonset = 4\nmagnitude = [{magnitudes}]\n')
 
 
-def stored_steps(folder: Path) -> None:
-    """A stored spec of 200 million steps."""
+def change_steps(folder: Path) -> None:
+    """Changes a stored spec to 200 million steps."""
     text = (folder / "spec.toml").read_text()
     (folder / "spec.toml").write_text(re.sub(r"^steps = .*$", "steps = 200000000", text, flags=re.MULTILINE))
 
 
 @attack("200 million steps, replayed", replay, words="steps must be|damaged")
 def _(p: Place) -> None:
-    stored_steps(p.run)
+    change_steps(p.run)
 
 
 @attack("200 million steps, resumed", resume, words="steps must be|damaged")
 def _(p: Place) -> None:
-    stored_steps(p.stopped)
+    change_steps(p.stopped)
 
 
 @attack("200 million steps, reported", report, codes=(0, 2), seconds=30)
 def _(p: Place) -> None:
-    stored_steps(p.run)
+    change_steps(p.run)
 
 
 @attack("a key of 20,000 parts", run, seconds=3, words="dotted parts")
@@ -352,7 +353,7 @@ def _(p: Place) -> None:
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
-def damaged(
+def register_damage(
     name: str, file: str, content: bytes, argv: Callable[[Place], list[object]], codes: tuple[int, ...]
 ) -> None:
     """Registers an attack that replaces a file of both runs."""
@@ -367,16 +368,16 @@ def damaged(
 for _file in ("environment.json", "plan.json", "spec.toml", "metrics.csv", "summary.csv"):
     for _argv in (report, replay, resume):
         _codes = (0, 2)
-        damaged("deep", _file, DEEP.encode(), _argv, _codes)
-        damaged("not UTF-8", _file, b'{"a": "\xff\xfe"}\n', _argv, _codes)
-        damaged("empty", _file, b"", _argv, _codes)
+        register_damage("deep", _file, DEEP.encode(), _argv, _codes)
+        register_damage("not UTF-8", _file, b'{"a": "\xff\xfe"}\n', _argv, _codes)
+        register_damage("empty", _file, b"", _argv, _codes)
 for _name in ("zarr.json", "performance/zarr.json"):
     for _argv in (report, replay, resume):
-        damaged("deep", f"telemetry.zarr/{_name}", DEEP.encode(), _argv, (2,))
-        damaged("not UTF-8", f"telemetry.zarr/{_name}", b'{"a": "\xff"}', _argv, (2,))
+        register_damage("deep", f"telemetry.zarr/{_name}", DEEP.encode(), _argv, (2,))
+        register_damage("not UTF-8", f"telemetry.zarr/{_name}", b'{"a": "\xff"}', _argv, (2,))
 for _text in ('{"devices": "many"}', '{"gathered": "all"}', '{"packages": 5}', '{"remarks": 7}'):
     for _argv in (report, replay, resume):
-        damaged(f"contradictory {_text}", "environment.json", _text.encode(), _argv, (0, 2))
+        register_damage(f"contradictory {_text}", "environment.json", _text.encode(), _argv, (0, 2))
 
 
 @attack("figures of earlier conditions", report, codes=(0,))
@@ -386,8 +387,8 @@ def _(p: Place) -> None:
     (p.run / "figures/mine.png").write_bytes(b"mine")
 
 
-def shaped(p: Place, shape: list[int]) -> None:
-    """Telemetry whose metadata say that it is larger, all of them alike."""
+def change_shape(p: Place, shape: list[int]) -> None:
+    """Changes all metadata of the telemetry consistently to a larger shape."""
     store = p.run / "telemetry.zarr"
     names = ["seed", "condition", "step"]
     for path in [store / "zarr.json", *store.glob("*/zarr.json")]:
@@ -405,16 +406,16 @@ def shaped(p: Place, shape: list[int]) -> None:
 
 @attack("telemetry of 10^15 values", report, words="in memory")
 def _(p: Place) -> None:
-    shaped(p, [10**5, 10**5, 10**5])
+    change_shape(p, [10**5, 10**5, 10**5])
 
 
 @attack("telemetry of 10^15 values, replayed", replay, words="in memory")
 def _(p: Place) -> None:
-    shaped(p, [10**5, 10**5, 10**5])
+    change_shape(p, [10**5, 10**5, 10**5])
 
 
 def bomb(size: int) -> bytes:
-    """A frame of Zstandard that inflates to so many zeros, by blocks that repeat one byte (RFC 8878)."""
+    """Returns a Zstandard frame that inflates to `size` zeros, by blocks that repeat one byte (RFC 8878)."""
     block = 128 * 1024
     count = size // block
     header = b"\x28\xb5\x2f\xfd" + bytes([0b11100000]) + struct.pack("<Q", count * block)
@@ -434,38 +435,38 @@ def _(p: Place) -> None:
     (p.run / "telemetry.zarr/condition/c/0").write_bytes(bomb(2**33))
 
 
-def pieces(folder: Path, found: list[list[int]]) -> None:
-    """A checkpoint that says it has other lanes, with the digest that fits."""
+def change_pieces(folder: Path, new_pieces: list[list[int]]) -> None:
+    """Changes the lanes of checkpoints, with matching digests."""
     import hashlib
 
     for path in folder.rglob("digest.json"):
         content = json.loads(path.read_text())
         content.pop("digest")
-        content["pieces"] = found
+        content["pieces"] = new_pieces
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         path.write_text(json.dumps(content | {"digest": digest}))
 
 
 @attack("a checkpoint of a billion lanes", replay, words="damaged")
 def _(p: Place) -> None:
-    pieces(p.run, [[0, 10**9]])
+    change_pieces(p.run, [[0, 10**9]])
 
 
 @attack("a checkpoint of a billion lanes, resumed", resume, codes=(0, 2))
 def _(p: Place) -> None:
-    pieces(p.stopped, [[0, 10**9]])
+    change_pieces(p.stopped, [[0, 10**9]])
 
 
 @attack("a checkpoint of no lanes", replay, words="damaged")
 def _(p: Place) -> None:
-    pieces(p.run, [])
+    change_pieces(p.run, [])
 
 
 @attack("a checkpoint whose arrays are others'", replay, words="damaged")
 def _(p: Place) -> None:
     for file in p.run.rglob("manifest.ocdbt"):
         file.write_bytes(os.urandom(200))
-    sealed(p.run)
+    update_digests(p.run)
 
 
 @attack("/tmp cannot be written to", report, codes=(0,), environment={"TMPDIR": "/nonexistent"}, seconds=60)
@@ -473,108 +474,110 @@ def _(p: Place) -> None:
     pass
 
 
-def measured(argv: list[object], one: Attack, source: Path | None, place: Place) -> dict[str, Any]:
-    """Starts a command; its exit code, what it said, its processor's seconds and the most memory it had."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONSAFEPATH": "1"} | one.environment
+def run_command(argv: list[object], attack_: Attack, source: Path | None, place: Place) -> dict[str, Any]:
+    """Runs a command; returns its exit code, output, processor seconds and peak memory."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONSAFEPATH": "1"} | attack_.environment
     if source is not None:
         environment["PYTHONPATH"] = str(source)
 
     def limit() -> None:
-        if one.address_space:
-            resource.setrlimit(resource.RLIMIT_AS, (one.address_space, one.address_space))
+        if attack_.address_space:
+            resource.setrlimit(resource.RLIMIT_AS, (attack_.address_space, attack_.address_space))
 
-    words = place.root / "words.txt"
-    with words.open("wb") as said:
+    output = place.root / "words.txt"
+    with output.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "jaxaudit", *[a if isinstance(a, bytes) else str(a) for a in argv]],
             stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
+            stdout=file,
+            stderr=file,
             env=environment,
             cwd=place.root,
             preexec_fn=limit,
         )
         signal.signal(signal.SIGALRM, lambda *_: process.kill())
         signal.alarm(int(SECONDS))
-        _, status, used = os.wait4(process.pid, 0)
+        _, status, usage = os.wait4(process.pid, 0)
         signal.alarm(0)
         process.returncode = os.waitstatus_to_exitcode(status)
     return {
         "code": process.returncode,
-        "seconds": round(used.ru_utime + used.ru_stime, 1),
-        "memory": used.ru_maxrss * 1024,
-        "said": words.read_text(errors="replace"),
+        "seconds": round(usage.ru_utime + usage.ru_stime, 1),
+        "memory": usage.ru_maxrss * 1024,
+        "said": output.read_text(errors="replace"),
     }
 
 
-def tried(name: str, one: Attack, made: Path, source: Path | None, usual: dict[str, float]) -> dict[str, Any]:
-    """One attack, and whether it is held."""
+def run_attack(
+    name: str, attack_: Attack, prepared: Path, source: Path | None, usual_costs: dict[str, float]
+) -> dict[str, Any]:
+    """Runs one attack, and returns the result and whether it was held off."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         place = Place(root, root / "run", root / "stopped", root / "harm", root / "spec.toml")
         place.spec.write_text(SPEC)
         for kind in ("run", "stopped"):
-            shutil.copytree(made / kind, root / kind)
-        one.make(place)
+            shutil.copytree(prepared / kind, root / kind)
+        attack_.make(place)
         before = place.harm.read_bytes() if place.harm.exists() else None
-        found = measured(one.argv(place), one, source, place)
+        result = run_command(attack_.argv(place), attack_, source, place)
         after = place.harm.read_bytes() if place.harm.exists() else None
-        said = [line for line in found["said"].splitlines() if line.strip()]
-        bad = []
-        if found["code"] not in one.codes:
-            bad.append(f"exit code {found['code']}")
+        lines = [line for line in result["said"].splitlines() if line.strip()]
+        failures = []
+        if result["code"] not in attack_.codes:
+            failures.append(f"exit code {result['code']}")
         if before != after:
-            bad.append("harm done")
-        if found["code"] == 2 and not re.search(one.words, found["said"]):
-            bad.append("another sentence")
-        if "Traceback" in found["said"] or "unexpected" in found["said"]:
-            bad.append("no sentence")
-        kind = str(one.argv(place)[0])
-        if found["memory"] > usual.get(kind, 0) + MEMORY:
-            bad.append(f"{found['memory'] >> 20} MiB")
-        if found["code"] == -signal.SIGKILL or found["seconds"] > one.seconds + usual.get("seconds", 0):
-            bad.append(f"{found['seconds']} s")
+            failures.append("harm done")
+        if result["code"] == 2 and not re.search(attack_.words, result["said"]):
+            failures.append("another sentence")
+        if "Traceback" in result["said"] or "unexpected" in result["said"]:
+            failures.append("no sentence")
+        kind = str(attack_.argv(place)[0])
+        if result["memory"] > usual_costs.get(kind, 0) + MEMORY:
+            failures.append(f"{result['memory'] >> 20} MiB")
+        if result["code"] == -signal.SIGKILL or result["seconds"] > attack_.seconds + usual_costs.get("seconds", 0):
+            failures.append(f"{result['seconds']} s")
         if name.startswith("figures of earlier"):
             figures = {path.name for path in (place.run / "figures").iterdir()}
             if "earlier.svg" in figures or "mine.png" not in figures:
-                bad.append("figures are left or lost")
-        return {"attack": name, "held": not bad, "bad": bad, **found, "said": said[-1] if said else ""}
+                failures.append("figures are left or lost")
+        return {"attack": name, "held": not failures, "bad": failures, **result, "said": lines[-1] if lines else ""}
 
 
 def main() -> int:
-    """Prints a line of JSON for every attack; the exit code is 1 if one was not held."""
+    """Prints a line of JSON for every attack; returns 1 if one was not held off, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="attacks whose names begin so")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="attacks whose names have these prefixes")
     parser.add_argument("--source", type=Path, help="a checkout whose commands are attacked (the one installed)")
-    chosen = parser.parse_args()
-    held = True
+    arguments = parser.parse_args()
+    all_held = True
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder)
-        (made / "spec.toml").write_text(SPEC)
-        plain = Attack(lambda p: None, lambda p: [], (0,), seconds=300)
-        place = Place(made, made / "run", made / "stopped", made / "harm", made / "spec.toml")
-        usual = {}
+        prepared = Path(folder)
+        (prepared / "spec.toml").write_text(SPEC)
+        no_attack = Attack(lambda p: None, lambda p: [], (0,), seconds=300)
+        place = Place(prepared, prepared / "run", prepared / "stopped", prepared / "harm", prepared / "spec.toml")
+        usual_costs = {}
         for argv in (["run", place.spec, "-o", place.run], ["report", place.run], replay(place)):
-            found = measured(argv, plain, chosen.source, place)
-            if found["code"]:
-                raise RuntimeError(found["said"])
-            usual[argv[0]] = found["memory"]
-        (made / "wrong.toml").write_text(SPEC.replace("seeds = 3", "seeds = 0"))
-        usual["seconds"] = measured(["run", made / "wrong.toml", "-o", made / "none"], plain, chosen.source, place)[
-            "seconds"
-        ]
-        _stop(place, chosen.source)
-        usual["resume"] = usual["run"]
-        for name, one in ATTACKS.items():
-            if not chosen.only or name.startswith(tuple(chosen.only)):
-                result = tried(name, one, made, chosen.source, usual)
+            result = run_command(argv, no_attack, arguments.source, place)
+            if result["code"]:
+                raise RuntimeError(result["said"])
+            usual_costs[argv[0]] = result["memory"]
+        (prepared / "wrong.toml").write_text(SPEC.replace("seeds = 3", "seeds = 0"))
+        usual_costs["seconds"] = run_command(
+            ["run", prepared / "wrong.toml", "-o", prepared / "none"], no_attack, arguments.source, place
+        )["seconds"]
+        _stop(place, arguments.source)
+        usual_costs["resume"] = usual_costs["run"]
+        for name, attack_ in ATTACKS.items():
+            if not arguments.only or name.startswith(tuple(arguments.only)):
+                result = run_attack(name, attack_, prepared, arguments.source, usual_costs)
                 print(json.dumps(result, ensure_ascii=False), flush=True)
-                held = held and result["held"]
-    return 0 if held else 1
+                all_held = all_held and result["held"]
+    return 0 if all_held else 1
 
 
 def _stop(place: Place, source: Path | None) -> None:
-    """Makes a run that was killed while its forks were trained."""
+    """Creates a run that is killed while its forks are trained."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONSAFEPATH": "1"}
     environment |= {} if source is None else {"PYTHONPATH": str(source)}
     process = subprocess.Popen(

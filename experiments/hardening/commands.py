@@ -1,4 +1,4 @@
-"""jaxaudit's commands in processes of their own, which start fast, can be killed, and tell how they ended."""
+"""Runs jaxaudit's commands in separate processes that start fast and can be killed."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ PRELOADED = (
 )
 
 LEFT_OUT = ("environment.json", "shards.csv", "search.json", "report.html")
-"""Files that say when, how long or where something was done."""
+"""Files with times, durations or places, which are not compared."""
 
 
 @dataclass
 class Command:
-    """A command that was started; `words` is the file of what it says on stderr."""
+    """A running command; `words` is the file of its output."""
 
     process: multiprocessing.process.BaseProcess
     words: Path
 
     def kill_after(self, seconds: float) -> bool:
-        """Sends SIGKILL once so much time has gone by; whether the command was still at work then."""
+        """Sends SIGKILL after some seconds; returns whether the command was still running."""
         self.process.join(seconds)
         alive = self.process.is_alive()
         self.process.kill()
@@ -75,34 +75,34 @@ class Command:
         return alive
 
     def interrupt_after(self, seconds: float) -> bool:
-        """Sends SIGINT once so much time has gone by; whether the command was still at work then.
+        """Sends SIGINT after some seconds; returns whether the command was still running.
 
-        Raises RuntimeError if it then ends otherwise than Ctrl-C ends a command: with 130 and one sentence.
+        Raises RuntimeError if it does not end with exit code 130 and one sentence, as after Ctrl-C.
         """
         self.process.join(seconds)
         if not self.process.is_alive():
             return False
         assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGINT)
-        code, words = self.ended()
+        code, words = self.wait()
         if code == 0:
             return False
         if code != 130 or "Traceback" in words or not words.splitlines()[-1].startswith("jaxaudit: "):
             raise RuntimeError(f"ended with {code} after Ctrl-C at {seconds:.1f} s: {words}")
         return True
 
-    def ended(self, seconds: float = 300) -> tuple[int, str]:
-        """Its exit code and what it said on stderr."""
+    def wait(self, seconds: float = 300) -> tuple[int, str]:
+        """Waits for the command, and returns its exit code and its output."""
         self.process.join(seconds)
         if self.process.is_alive():
             self.process.kill()
-            raise TimeoutError(f"not done in {seconds} s: {self.words.read_text()}")
+            raise TimeoutError(f"not finished after {seconds} s: {self.words.read_text()}")
         assert self.process.exitcode is not None
         return self.process.exitcode, self.words.read_text(errors="replace")
 
 
 class Commands:
-    """Starts commands: a server imports jaxaudit once and forks for each. Nothing of JAX runs before the fork."""
+    """Starts commands by a server that imports jaxaudit once and forks for each; JAX is not used before the fork."""
 
     def __init__(self, place: Path):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -124,9 +124,9 @@ class Commands:
         return Command(process, words)
 
     def run(self, *argv: object) -> float:
-        """Runs a command to its end, which must be a good one; the seconds it took."""
+        """Runs a command, which must succeed, and returns the seconds it took."""
         begun = time.monotonic()
-        code, words = self.start(*argv).ended()
+        code, words = self.start(*argv).wait()
         if code:
             raise RuntimeError(f"jaxaudit {' '.join(map(str, argv))} ended with {code}: {words}")
         return time.monotonic() - begun
@@ -144,17 +144,17 @@ def _main(argv: list[str], words: str) -> None:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """A digest of every file of a run's or a search's folder but for those that tell of times and places.
+    """Returns a digest of every file of a run's or a search's folder, except for files with times and places.
 
-    Of checkpoints it is the digest of the states that are read from them, for the files say when they were written.
+    For checkpoints, it is the digest of the states that are read from them, since the files contain times.
     """
-    found = {}
+    digests = {}
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
         compared = path.name not in LEFT_OUT and relative.parts[0] not in ("figures", "checkpoints")
         if path.is_file() and compared and "figures" not in relative.parts:
-            found[str(relative)] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return found | _states(folder / "checkpoints")
+            digests[str(relative)] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return digests | _states(folder / "checkpoints")
 
 
 def _states(folder: Path) -> dict[str, str]:
@@ -162,17 +162,17 @@ def _states(folder: Path) -> dict[str, str]:
     import numpy as np
     from orbax.checkpoint import v1 as ocp
 
-    found = {}
+    digests = {}
     for piece in sorted(folder.glob("*/lanes-*")):
         shapes = ocp.metadata(piece).metadata
         leaves = jax.tree.leaves(ocp.load(piece, jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes)))
         content = b"".join(np.asarray(leaf).tobytes() for leaf in leaves)
-        found[str(piece.relative_to(folder.parent))] = hashlib.sha256(content).hexdigest()
-    return found
+        digests[str(piece.relative_to(folder.parent))] = hashlib.sha256(content).hexdigest()
+    return digests
 
 
-def sealed(folder: Path) -> None:
-    """Makes the digests of a folder's checkpoints fit what lies there, where they still are objects."""
+def update_digests(folder: Path) -> None:
+    """Updates the digests of a folder's checkpoints to their content, where they are still JSON objects."""
     for path in folder.rglob("digest.json"):
         content = json.loads(path.read_text())
         if not isinstance(content, dict):

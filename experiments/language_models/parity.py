@@ -1,4 +1,4 @@
-"""This package's GPT-2 beside PyTorch's: logits, loss, gradients and AdamW steps from one file of weights.
+"""Compares this package's GPT-2 with PyTorch's: logits, loss, gradients and AdamW steps from the same weights.
 
 python transformers_reference.py 124m OUT     # with torch and transformers
 python parity.py OUT                          # with jaxaudit
@@ -26,33 +26,33 @@ def main() -> None:
 
 
 def deviations(folder: Path) -> dict[str, float]:
-    """Largest ones, in words."""
+    """Returns the largest deviations, by description."""
     reference = np.load(folder / "reference.npz")
     learner, params = read(folder)
     tokens = reference["tokens"].astype(np.int32)
     hidden = jax.jit(lambda p, t: gpt2.apply(learner.model, p, t)[0])(params, tokens[0, :, :-1])
     logits = hidden @ params["wte"]["embedding"].T
     gradient, telemetry = jax.jit(learner.gradient, static_argnums=2)(params, tokens[0], ja.Taps())
-    found = gpt2_checkpoint.tensors(gradient)
-    wanted = {name: reference[f"gradient.{name}"] for name in found}
+    gradients = gpt2_checkpoint.tensors(gradient)
+    expected = {name: reference[f"gradient.{name}"] for name in gradients}
     trained, losses = train(learner, params, tokens)
-    trained, begun = gpt2_checkpoint.tensors(trained), gpt2_checkpoint.tensors(params)
+    trained, initial = gpt2_checkpoint.tensors(trained), gpt2_checkpoint.tensors(params)
     return {
         "logits, absolute": np.abs(logits - reference["logits"]).max(),
         "loss, absolute": abs(float(telemetry["loss"]) - float(reference["loss"])),
         "a parameter's gradient, relative to its largest entry": max(
-            np.abs(found[name] - wanted[name]).max() / np.abs(wanted[name]).max() for name in found
+            np.abs(gradients[name] - expected[name]).max() / np.abs(expected[name]).max() for name in gradients
         ),
         f"loss over {len(losses)} AdamW steps, relative": np.abs(losses / reference["losses"] - 1).max(),
         "what these steps changed, root mean square, relative": max(
-            rms(trained[name] - reference[f"trained.{name}"]) / rms(reference[f"trained.{name}"] - begun[name])
+            rms(trained[name] - reference[f"trained.{name}"]) / rms(reference[f"trained.{name}"] - initial[name])
             for name in trained
         ),
     }
 
 
 def read(folder: Path) -> tuple[LanguageModel, gpt2.Params]:
-    """The learner with the reference's settings, and its parameters."""
+    """Returns the learner with the settings of the reference, and its parameters."""
     config = json.loads((folder / "config.json").read_text())
     gpt2.SIZES["reference"] = gpt2.Size(config["n_embd"], config["n_layer"], config["n_head"])
     settings = LanguageModelSettings(
@@ -75,7 +75,7 @@ def rms(x: np.ndarray) -> float:
 
 
 def train(learner: LanguageModel, params: gpt2.Params, tokens: np.ndarray) -> tuple[gpt2.Params, np.ndarray]:
-    """The parameters after a step on each of the batches `[steps, B, T + 1]`, and the loss before each."""
+    """Trains a step on each batch `[steps, B, T + 1]`; returns the parameters, and the loss before each step."""
 
     @jax.jit
     def step(params, optimizer, batch, index):

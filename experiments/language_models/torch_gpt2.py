@@ -1,11 +1,12 @@
-"""GPT-2 by PyTorch and transformers: warms up, says "ready", trains at a word, gives seconds; once for each precision.
+"""Times GPT-2 of PyTorch and transformers.
 
-Called by `common.WarmProcesses`:
+For each precision it warms up, prints "ready", trains when it gets a line of input, and prints the seconds.
+`common.WarmProcesses` calls it as
 
     python torch_gpt2.py THREADS BATCH LENGTH STEPS WIDTH LAYERS HEADS VOCABULARY [PRECISION ...]
 
-PRECISION is float32 (the default), tf32 (float32 whose products a GPU makes with 10 bits), bfloat16 (autocast) or
-bfloat16-compiled (the same under torch.compile). Attention is torch's own (sdpa). It runs on a GPU where there is one.
+PRECISION is float32 (the default), tf32 (float32 whose products have 10 bits on a GPU), bfloat16 (autocast) or
+bfloat16-compiled (the same under torch.compile). Attention is torch's sdpa. It runs on a GPU if there is one.
 """
 
 from __future__ import annotations
@@ -45,18 +46,18 @@ def main(
         wait()
         print("ready", flush=True)
         sys.stdin.readline()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(steps):
             step()
         wait()
         peak = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else None
-        print(json.dumps({"seconds": time.perf_counter() - begun, "peak_bytes": peak}), flush=True)
+        print(json.dumps({"seconds": time.perf_counter() - start, "peak_bytes": peak}), flush=True)
         del model, step
         torch.cuda.empty_cache() if DEVICE == "cuda" else None
 
 
 def training_step(model, batch: int, length: int, vocabulary: int, precision: str):
-    """A function that trains `model` on a batch of random tokens with AdamW and clipping."""
+    """Returns a function that trains `model` on a batch of random tokens with AdamW and clipping."""
     bfloat16 = precision.startswith("bfloat16")
     forward = torch.compile(model) if precision.endswith("compiled") else model
     optimizer = torch.optim.AdamW(
@@ -77,7 +78,7 @@ def training_step(model, batch: int, length: int, vocabulary: int, precision: st
 
 
 def wait() -> None:
-    """Until the device has done what it was given."""
+    """Waits for the device."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()
 

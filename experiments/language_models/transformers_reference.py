@@ -1,10 +1,10 @@
-"""GPT-2 by PyTorch and transformers: what `parity.py` and the tests compare with. Needs torch and transformers.
+"""GPT-2 of PyTorch and transformers, as the reference of `parity.py` and the tests. Needs torch and transformers.
 
     python transformers_reference.py SIZE OUT [--batch 2] [--length 64]
 
-OUT gets `model.safetensors` and `config.json` (random weights), and `reference.npz`: tokens `[steps, B, T + 1]`, logits
-of the first batch, its loss and every parameter's gradient, and the losses of AdamW steps from these weights, and the
-parameters they lead to, with clipping at 1, decay of 0.1 on matrices alone, and a warmup of 5 steps before a cosine.
+OUT gets `model.safetensors` and `config.json` (random weights), and `reference.npz`: tokens `[steps, B, T + 1]`, the
+logits of the first batch, its loss and gradients, the losses of AdamW steps from these weights, and the resulting
+parameters. Training has clipping at 1, weight decay of 0.1 on matrices only, and a warmup of 5 steps before a cosine.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ def main() -> None:
     parser.add_argument("size", choices=SIZES)
     parser.add_argument("out", type=Path)
     parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--length", type=int, help="64, or as many as the model has places for")
-    given = parser.parse_args()
+    parser.add_argument("--length", type=int, help="64, or the model's context if it is shorter")
+    arguments = parser.parse_args()
     torch.manual_seed(0)
-    vocabulary, context, *_ = SIZES[given.size]
-    model = build(*SIZES[given.size])
-    model.save_pretrained(given.out)
-    length = given.length or min(64, context)
-    tokens = torch.randint(0, vocabulary, (STEPS, given.batch, length + 1))
+    vocabulary, context, *_ = SIZES[arguments.size]
+    model = build(*SIZES[arguments.size])
+    model.save_pretrained(arguments.out)
+    length = arguments.length or min(64, context)
+    tokens = torch.randint(0, vocabulary, (STEPS, arguments.batch, length + 1))
     logits = model(tokens[0, :, :-1]).logits
     loss = loss_of(model, tokens[0])
     loss.backward()
     gradients = {f"gradient.{name}": p.grad.numpy() for name, p in model.named_parameters()}
-    first = {"tokens": tokens.numpy(), "logits": logits.detach().numpy(), "loss": loss.item(), **gradients}
-    first = {name: np.array(value) for name, value in first.items()}
+    results = {"tokens": tokens.numpy(), "logits": logits.detach().numpy(), "loss": loss.item(), **gradients}
+    results = {name: np.array(value) for name, value in results.items()}
     losses = train(model, tokens)
     trained = {f"trained.{name}": p.detach().numpy() for name, p in model.named_parameters()}
-    np.savez_compressed(given.out / "reference.npz", **first, losses=losses, **trained)
+    np.savez_compressed(arguments.out / "reference.npz", **results, losses=losses, **trained)
 
 
 def build(vocabulary: int, context: int, width: int, layers: int, heads: int) -> GPT2LMHeadModel:
-    """A model with random weights and no dropout; norms and biases moved from where they begin, to be seen."""
+    """Returns a random model without dropout, with norms and biases moved from their initial values."""
     config = GPT2Config(
         vocab_size=vocabulary,
         n_positions=context,
@@ -72,13 +72,13 @@ def build(vocabulary: int, context: int, width: int, layers: int, heads: int) ->
 
 
 def loss_of(model: GPT2LMHeadModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy of predicting each next token of `[B, T + 1]`."""
+    """Returns the mean cross entropy of predicting each next token of `[B, T + 1]`."""
     logits = model(tokens[:, :-1]).logits
     return cross_entropy(logits.reshape(-1, logits.shape[-1]), tokens[:, 1:].reshape(-1))
 
 
 def train(model: GPT2LMHeadModel, tokens: torch.Tensor) -> np.ndarray:
-    """The loss before each AdamW step."""
+    """Trains the model, and returns the loss before each AdamW step."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": DECAY},
@@ -99,7 +99,7 @@ def train(model: GPT2LMHeadModel, tokens: torch.Tensor) -> np.ndarray:
 
 
 def rate(step: int) -> float:
-    """The learning rate at a step, as a share of its peak."""
+    """Returns the learning rate at a step as a share of its peak."""
     if step < WARMUP:
         return step / WARMUP
     passed = (step - WARMUP) / (STEPS - WARMUP)

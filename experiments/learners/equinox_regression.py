@@ -1,4 +1,4 @@
-"""A regression in Equinox, whose modules hold their activation functions among their arrays.
+"""A regression in Equinox, whose modules contain activation functions besides arrays.
 
 python experiments/learners/equinox_regression.py      # needs: pip install equinox
 """

@@ -2,8 +2,8 @@
 
     python experiments/learners/gymnasium_callback.py
 
-The callback is a pure function: it plays whole episodes of a linear policy from a seed, in an environment of its own,
-for the devices call it at the same time. The lanes of one device call it in turn (`vmap_method="sequential"`).
+The callback is a pure function: it plays complete episodes of a linear policy from a seed, in a new environment, since
+the devices call it concurrently. The lanes of one device call it in turn (`vmap_method="sequential"`).
 """
 
 import gymnasium
@@ -19,21 +19,21 @@ OPTIMIZER = optax.adam(0.05)
 
 
 def play(weights, seed):
-    """Episodes of a policy `[FEATURES, ACTIONS]`: observations, actions, and which steps there were, `[E, T, ...]`."""
+    """Plays episodes of a policy `[FEATURES, ACTIONS]`: returns observations, actions and step masks `[E, T, ...]`."""
     env, random = gymnasium.make("CartPole-v1", max_episode_steps=LONGEST), np.random.default_rng(int(seed))
     observations = np.zeros((EPISODES, LONGEST, FEATURES), np.float32)
-    actions, there = np.zeros((EPISODES, LONGEST), np.int32), np.zeros((EPISODES, LONGEST), np.float32)
+    actions, mask = np.zeros((EPISODES, LONGEST), np.int32), np.zeros((EPISODES, LONGEST), np.float32)
     for episode in range(EPISODES):
         observation, _ = env.reset(seed=int(random.integers(2**31)))
         for t in range(LONGEST):
             logits = observation @ np.asarray(weights)
             odds = np.exp(np.clip(logits - logits.max(), -50, 0))
             action = int(random.uniform() > odds[0] / odds.sum())
-            observations[episode, t], actions[episode, t], there[episode, t] = observation, action, 1
+            observations[episode, t], actions[episode, t], mask[episode, t] = observation, action, 1
             observation, _, terminated, truncated, _ = env.step(action)
             if terminated or truncated:
                 break
-    return observations, actions, there
+    return observations, actions, mask
 
 
 SHAPES = (
@@ -52,14 +52,14 @@ def step(state, key, taps):
     weights, moments = state
     weights = taps("params", weights)
     seed = jax.random.randint(key, (), 0, 2**31 - 1)
-    observations, actions, there = jax.pure_callback(play, SHAPES, weights, seed, vmap_method="sequential")
-    returns = there.sum(axis=1)  # a reward of 1 a step
-    to_go = jnp.cumsum(there[:, ::-1], axis=1)[:, ::-1] - returns.mean() / 2
+    observations, actions, mask = jax.pure_callback(play, SHAPES, weights, seed, vmap_method="sequential")
+    returns = mask.sum(axis=1)  # a reward of 1 in each step
+    to_go = jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1] - returns.mean() / 2
 
     def loss(weights):
         log_probs = jax.nn.log_softmax(observations @ weights)
         taken = jnp.take_along_axis(log_probs, actions[..., None], axis=-1)[..., 0]
-        return -(taken * to_go * there).sum() / there.sum()
+        return -(taken * to_go * mask).sum() / mask.sum()
 
     value, gradient = jax.value_and_grad(loss)(weights)
     updates, moments = OPTIMIZER.update(taps("gradient", gradient), moments)

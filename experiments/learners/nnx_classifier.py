@@ -1,4 +1,4 @@
-"""A classifier in flax' nnx, with batch normalisation and dropout: parameters, averages and random keys are the state.
+"""A classifier in flax's nnx with batch normalisation and dropout; its state has parameters, averages and random keys.
 
 python experiments/learners/nnx_classifier.py
 """
@@ -14,7 +14,7 @@ FEATURES, CLASSES, BATCH = 8, 4, 64
 
 
 class Classifier(nnx.Module):
-    """A layer of 32 units, normalised over the batch and dropped out."""
+    """A hidden layer of 32 units with batch normalisation and dropout."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.hidden = nnx.Linear(FEATURES, 32, rngs=rngs)
@@ -30,7 +30,7 @@ OPTIMIZER = optax.adam(1e-2)
 
 
 def examples(rows: int = 512) -> tuple[jax.Array, jax.Array]:
-    """Random features `[rows, FEATURES]`, and the class of each."""
+    """Returns random features `[rows, FEATURES]`, and the class of each row."""
     features, directions = jax.random.split(jax.random.key(0))
     x = jax.random.normal(features, (rows, FEATURES))
     return x, jnp.argmax(jnp.abs(x @ jax.random.normal(directions, (FEATURES, CLASSES))), axis=-1)
@@ -62,7 +62,7 @@ def step(state, key, taps):
 
 
 def learner() -> ja.Learner:
-    """The learner, whose performance is the accuracy without dropout, by the running averages."""
+    """The learner, whose performance is the accuracy with running averages and without dropout."""
     return ja.Learner(init, step, "nnx classifier", "update", "accuracy", data=examples())
 
 

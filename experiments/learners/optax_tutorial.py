@@ -1,4 +1,4 @@
-"""Linear regression as optax' tutorials write it: parameters in a dict, `update`, `apply_updates`.
+"""Linear regression in the style of optax's tutorials: parameters in a dict, `update`, `apply_updates`.
 
 python experiments/learners/optax_tutorial.py
 """

@@ -1,8 +1,8 @@
-"""PPO in the shape of purejaxrl: a runner state, a TrainState made in `init`, transitions, scans.
+"""PPO in the style of purejaxrl: a runner state, a TrainState created in `init`, transitions, and scans.
 
     python experiments/learners/purejaxrl_ppo.py
 
-A point is to be held near the middle of a line. The mean return of an iteration in which no episode ends is NaN.
+The task is to keep a point near the middle of a line. The mean return of an iteration without an episode's end is NaN.
 """
 
 from collections import namedtuple
@@ -29,15 +29,15 @@ class ActorCritic(nn.Module):
 
 
 def reset(key):
-    return jnp.append(jax.random.uniform(key, (2,), minval=-1.0), jnp.zeros(2))  # place, speed, time, return
+    return jnp.append(jax.random.uniform(key, (2,), minval=-1.0), jnp.zeros(2))  # position, speed, time, return
 
 
 def env_step(key, env, action):
-    place, speed, time, total = env
+    position, speed, time, total = env
     speed = jnp.clip(speed + jnp.where(action == 1, 0.1, -0.1), -1, 1)
-    env = jnp.array([place + 0.1 * speed, speed, time + 1, total + 1 - jnp.abs(place)])
+    env = jnp.array([position + 0.1 * speed, speed, time + 1, total + 1 - jnp.abs(position)])
     done = (jnp.abs(env[0]) > 2) | (env[2] >= LONGEST)
-    return jnp.where(done, reset(key), env), 1 - jnp.abs(place), done, jnp.where(done, env[3], jnp.nan)
+    return jnp.where(done, reset(key), env), 1 - jnp.abs(position), done, jnp.where(done, env[3], jnp.nan)
 
 
 def init(key):
@@ -60,7 +60,7 @@ def step(runner_state, key, taps):
         return after, Transition(env[:, :2], action, log_prob, value, *outcome)
 
     acting, shuffling = jax.random.split(key)
-    env, seen = jax.lax.scan(rollout, env, jax.random.split(acting, STEPS))
+    env, transitions = jax.lax.scan(rollout, env, jax.random.split(acting, STEPS))
     _, last_value = apply(train_state.params, env[:, :2])
 
     def gae(carry, t):
@@ -69,8 +69,10 @@ def step(runner_state, key, taps):
         advantage = delta + GAMMA * LAMBDA * (1 - t.done) * advantage
         return (advantage, t.value), advantage
 
-    _, advantages = jax.lax.scan(gae, (jnp.zeros(ENVS), last_value), seen, reverse=True)
-    batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (seen, advantages, advantages + seen.value))
+    _, advantages = jax.lax.scan(gae, (jnp.zeros(ENVS), last_value), transitions, reverse=True)
+    batch = jax.tree.map(
+        lambda x: x.reshape(-1, *x.shape[2:]), (transitions, advantages, advantages + transitions.value)
+    )
 
     def loss(params, t, advantage, target):
         logits, value = apply(params, t.observation)
@@ -86,7 +88,7 @@ def step(runner_state, key, taps):
 
     orders = jax.vmap(jax.random.permutation, (0, None))(jax.random.split(shuffling, EPOCHS), ENVS * STEPS)
     train_state, losses = taps.scan(update, train_state, orders.reshape(EPOCHS * MINIBATCHES, -1))
-    return (train_state, env), {"performance": jnp.nanmean(seen.episode_return), "loss": losses.mean()}
+    return (train_state, env), {"performance": jnp.nanmean(transitions.episode_return), "loss": losses.mean()}
 
 
 def learner():

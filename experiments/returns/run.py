@@ -1,9 +1,9 @@
-"""Learning curves of this package's learners: every seed a lane, one CSV for a learner and task.
+"""Learning curves of this package's learners, with a lane for every seed and a CSV file for each learner and task.
 
     python run.py LEARNER TASK STEPS OUT.csv [--seeds 5] [--set name=value ...]
 
-Columns: seed, env_steps, performance (mean return of the latest full episodes, exploration noise included), evaluation
-(mean return of ten episodes under the mean action; at twenty points of the run).
+Columns: seed, env_steps, performance (mean return of the latest complete episodes, with exploration noise), evaluation
+(mean return of ten episodes under the mean action, at twenty points of the run).
 """
 
 from __future__ import annotations
@@ -26,25 +26,27 @@ CHUNK = 10
 
 
 def train(learner: ja.Learner, seeds: int, steps: int) -> dict[str, np.ndarray]:
-    """Telemetry `[steps, seeds]` of undisturbed training: performance and evaluation_return."""
-    never = ja.lr_spike(1.0, onset=steps - 1, duration=1)
-    engine = Engine(ja.plan(learner, [never], seeds=seeds, steps=steps, tail=1), CHUNK)
+    """Trains undisturbed, and returns telemetry `[steps, seeds]`: performance and evaluation_return."""
+    neutral = ja.lr_spike(1.0, onset=steps - 1, duration=1)
+    engine = Engine(ja.plan(learner, [neutral], seeds=seeds, steps=steps, tail=1), CHUNK)
     baseline = layout(engine.grid)[0]
     states = engine.initial(baseline)
     rows: dict[str, list[np.ndarray]] = {"performance": [], "evaluation_return": []}
-    begun = time.perf_counter()
+    begin = time.perf_counter()
     for start in range(0, steps, CHUNK):
         stop = min(start + CHUNK, steps)
         states, telemetry = engine.advance(baseline, states, start, stop)
-        for name, kept in rows.items():
-            kept.append(np.asarray(telemetry[name])[: stop - start, :seeds])
-        done, seconds = stop * learner.samples_per_step * seeds, time.perf_counter() - begun
-        print(f"{stop}/{steps} {rows['performance'][-1][-1].mean():.0f} {done / seconds:.0f} env steps/s", flush=True)
-    return {name: np.concatenate(kept) for name, kept in rows.items()}
+        for name, chunks in rows.items():
+            chunks.append(np.asarray(telemetry[name])[: stop - start, :seeds])
+        env_steps, seconds = stop * learner.samples_per_step * seeds, time.perf_counter() - begin
+        print(
+            f"{stop}/{steps} {rows['performance'][-1][-1].mean():.0f} {env_steps / seconds:.0f} env steps/s", flush=True
+        )
+    return {name: np.concatenate(chunks) for name, chunks in rows.items()}
 
 
 def main() -> None:
-    """Trains and writes the curves."""
+    """Trains, and writes the curves."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("learner")
     parser.add_argument("task")
@@ -52,22 +54,22 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the learner")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     prepare_jax()
     settings = {"evaluations": 20, "evaluation_episodes": 10, "telemetry": "basic"}
-    settings |= {name: ast.literal_eval(value) for name, value in (one.split("=") for one in given.set)}
-    learner = registry.learners[given.learner](given.task, **settings)
-    steps = -(-given.steps // learner.samples_per_step)
-    telemetry = train(learner, given.seeds, steps)
+    settings |= {name: ast.literal_eval(value) for name, value in (option.split("=") for option in arguments.set)}
+    learner = registry.learners[arguments.learner](arguments.task, **settings)
+    steps = -(-arguments.steps // learner.samples_per_step)
+    telemetry = train(learner, arguments.seeds, steps)
     frame = pd.DataFrame(
         {
-            "seed": np.tile(np.arange(given.seeds), steps),
-            "env_steps": np.repeat((np.arange(steps) + 1) * learner.samples_per_step, given.seeds),
+            "seed": np.tile(np.arange(arguments.seeds), steps),
+            "env_steps": np.repeat((np.arange(steps) + 1) * learner.samples_per_step, arguments.seeds),
             "performance": telemetry["performance"].ravel(),
             "evaluation": telemetry["evaluation_return"].ravel(),
         }
     )
-    frame.to_csv(given.out, index=False, float_format="%.6g")
+    frame.to_csv(arguments.out, index=False, float_format="%.6g")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Stable-Baselines3 with the settings of this package's learners: one training run, its learning curve as CSV.
+"""Trains Stable-Baselines3 with the settings of this package's learners, and writes the learning curve as CSV.
 
     python sb3_returns.py LEARNER TASK STEPS SEED OUT.csv
 
-Rows: every 2048 env steps, the mean return of the latest full episode of each environment ("performance", as this
-package measures it); at the end a row with the mean return of ten episodes under the mean action ("evaluation").
+There is a row every 2048 env steps with the mean return of the latest complete episode of each environment
+("performance", as in this package), and a last row with the mean return of ten episodes under the mean action
+("evaluation").
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ITERATION = 2048
 
 
 class Curve(BaseCallback):
-    """Notes the mean of the environments' latest returns at every iteration."""
+    """Records the mean of the environments' latest returns at every iteration."""
 
     def __init__(self):
         super().__init__()
@@ -44,10 +45,10 @@ class Curve(BaseCallback):
 
 
 def ppo(task: str, seed: int, envs: int = ENVS) -> PPO:
-    """PPO with observations and rewards normalised, and the learning rate annealed.
+    """PPO with normalised observations and rewards, and an annealed learning rate.
 
-    Its value loss is the mean squared error, this package's half of it; it clips the value's change where this
-    package takes the worse of clipped and not clipped.
+    Its value loss is the mean squared error, which is twice this package's. It clips changes of values, while this
+    package takes the maximum of the clipped and the unclipped loss.
     """
     return PPO(
         "MlpPolicy",
@@ -62,7 +63,7 @@ def ppo(task: str, seed: int, envs: int = ENVS) -> PPO:
 
 
 def trpo(task: str, seed: int, envs: int = ENVS) -> BaseAlgorithm:
-    """TRPO (of sb3-contrib) with observations and rewards normalised."""
+    """TRPO of sb3-contrib with normalised observations and rewards."""
     from sb3_contrib import TRPO
 
     return TRPO("MlpPolicy", VecNormalize(_environments(task, envs)), **_on_policy(seed, envs))
@@ -114,7 +115,7 @@ def _environments(task: str, envs: int) -> DummyVecEnv:
 
 
 def evaluate(agent: BaseAlgorithm, task: str, episodes: int = 10) -> float:
-    """Mean return under the mean action."""
+    """Returns the mean return under the mean action."""
     env = gymnasium.make(task)
     normalize = agent.get_vec_normalize_env()
     returns = []
@@ -122,8 +123,8 @@ def evaluate(agent: BaseAlgorithm, task: str, episodes: int = 10) -> float:
         observation, _ = env.reset(seed=1000 + episode)
         total, done = 0.0, False
         while not done:
-            seen = observation if normalize is None else normalize.normalize_obs(observation)
-            action, _ = agent.predict(seen, deterministic=True)
+            normalised = observation if normalize is None else normalize.normalize_obs(observation)
+            action, _ = agent.predict(normalised, deterministic=True)
             observation, reward, terminated, truncated, _ = env.step(action)
             total, done = total + float(reward), terminated or truncated
         returns.append(total)
@@ -131,7 +132,7 @@ def evaluate(agent: BaseAlgorithm, task: str, episodes: int = 10) -> float:
 
 
 def main(learner: str, task: str, steps: int, seed: int, out: Path) -> None:
-    """Trains, evaluates and writes the curve."""
+    """Trains, evaluates, and writes the curve."""
     torch.set_num_threads(1)
     agent = LEARNERS[learner](task, seed)
     curve = Curve()

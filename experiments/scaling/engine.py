@@ -1,4 +1,4 @@
-"""Simulated workers: they train what is handed in, keep its states now and then, and may be lost."""
+"""Simulated workers, which train submitted batches, store states from time to time, and may be lost."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import NamedTuple
 from schedule import Cluster, Outcome, Shard, Work
 
 KEEPING = 0.05
-"""The share of its time for which a worker keeps states, where nobody says how often: that of `FolderSink`."""
+"""The share of its time that a worker spends on storing states by default, as in `FolderSink`."""
 
 
 class Reached(NamedTuple):
-    """The end of a chunk: when it is trained, its last step, and when its states are kept (None: they are not)."""
+    """The end of a chunk: its time, its last step, and when its states are stored (None: they are not)."""
 
     time: float
     step: int
@@ -26,15 +26,16 @@ class Reached(NamedTuple):
 
 @dataclass
 class Attempt:
-    """A worker's at a batch.
+    """An attempt of a worker at a batch.
 
     Attributes:
-      first: the step that it goes on from.
-      worker: None before there is one.
-      given, begun, first_step: when it was given to the worker, was begun, and its first step began.
-      chunks: what it will come to, if nothing happens.
-      left: when the worker left it.
-      outcome: how: "complete", "lost" or "stopped"; None before.
+      task: the batch.
+      first: the step that it continues from.
+      worker: the worker, or None before it is assigned.
+      given, begun, first_step: the times when it is assigned, starts, and trains its first step.
+      chunks: the ends of its chunks, if the worker is not lost.
+      left: the time when it ended.
+      outcome: how it ended: "complete", "lost" or "stopped"; None before.
     """
 
     task: Task
@@ -49,19 +50,21 @@ class Attempt:
 
     @property
     def finish(self) -> float:
-        """When it comes to its end, if nothing happens."""
+        """The time of its end, if the worker is not lost."""
         return max(self.chunks[-1].time, self.chunks[-1].kept or 0.0)
 
 
 @dataclass
 class Task:
-    """A batch, and how far it is.
+    """A batch and its progress.
 
     Attributes:
-      kept: the step up to which its states are kept.
-      seen: the last step of which its latest attempt has telemetry.
-      onsets: when its states at onsets were kept.
-      died: where its workers were when they were lost.
+      shard: the batch.
+      kept: the step of the latest stored states.
+      seen: the last step of the latest attempt with telemetry.
+      attempt: the latest attempt.
+      onsets: the times when its states at onsets were stored.
+      died: the steps at which its workers were lost.
     """
 
     shard: Shard
@@ -73,16 +76,16 @@ class Task:
 
     @property
     def complete(self) -> bool:
-        """Whether it is trained to its end."""
+        """Whether it is completely trained."""
         return self.kept == self.shard.stop
 
     def has_onset(self, onset: int, now: float) -> bool:
-        """Whether its states at an onset are kept by now."""
+        """Returns whether its states at an onset are stored."""
         return self.onsets.get(onset, math.inf) <= now
 
 
 class Engine:
-    """Gives what is handed in, in order, to workers that are free and there."""
+    """Assigns submitted batches in order to free workers."""
 
     def __init__(self, work: Work, cluster: Cluster, outcome: Outcome, seed: int):
         self._work, self._cluster, self._outcome = work, cluster, outcome
@@ -97,17 +100,17 @@ class Engine:
             self._live(number, 0.0)
 
     def submit(self, task: Task, now: float) -> None:
-        """Hands in a batch."""
+        """Submits a batch."""
         task.attempt = Attempt(task)
         self._queue.append(task.attempt)
         self._deal(now)
 
     def next_event(self) -> float:
-        """When something happens next."""
+        """Returns the time of the next event."""
         return self._events[0][0]
 
     def advance(self, now: float) -> None:
-        """All that happens until then."""
+        """Processes all events until a time."""
         while self._events and self._events[0][0] <= now:
             time, _, kind, number, attempt = heapq.heappop(self._events)
             if kind == "lost":
@@ -123,16 +126,16 @@ class Engine:
             self._deal(time)
 
     def stop(self, now: float, patience: float) -> float:
-        """Tells workers to stop after their chunk, and ends those that do not in time; returns when all have."""
+        """Stops workers after their chunk, or after `patience` seconds; returns the time when all have stopped."""
         self._queue.clear()
         ends = [now]
         for number, attempt in enumerate(self._at):
             if attempt is None:
                 continue
-            place = next((p for p, chunk in enumerate(attempt.chunks) if chunk.time > now), len(attempt.chunks) - 1)
-            if place < len(attempt.chunks) - 1:
-                kept = attempt.chunks[place].time + attempt.task.shard.keep
-                attempt.chunks[place:] = [attempt.chunks[place]._replace(kept=kept)]
+            index = next((i for i, chunk in enumerate(attempt.chunks) if chunk.time > now), len(attempt.chunks) - 1)
+            if index < len(attempt.chunks) - 1:
+                kept = attempt.chunks[index].time + attempt.task.shard.keep
+                attempt.chunks[index:] = [attempt.chunks[index]._replace(kept=kept)]
                 self._push(min(kept, now + patience), "stopped", number, attempt)
             elif attempt.finish > now + patience:
                 self._push(now + patience, "stopped", number, attempt)
@@ -141,7 +144,7 @@ class Engine:
         return max(ends)
 
     def _lives_of(self, number: int, seed: int) -> Iterator[float]:
-        """How long a worker is there before it is lost, again and again; where losses are given, when these are."""
+        """Yields the lifetimes of a worker, or the times of its losses if they are given."""
         if self._cluster.losses or math.isinf(self._cluster.mtbf):
             yield from self._cluster.losses.get(number, ())
             return
@@ -187,15 +190,15 @@ class Engine:
             if start < attempt.first:
                 continue
             now += (stop - start) * shard.step_seconds
-            if due := self._is_onset(shard, stop):
+            if stores := self._is_onset(shard, stop):
                 now += shard.keep
             elif stop < shard.stop:
                 count += 1
-                due = count % work.every == 0 if work.every else KEEPING * (now - latest) >= cost
-                if due:
+                stores = count % work.every == 0 if work.every else KEEPING * (now - latest) >= cost
+                if stores:
                     now += shard.keep
                     latest, cost = now, shard.keep
-            yield Reached(now - shard.keep * due, stop, now if due else None)
+            yield Reached(now - shard.keep * stores, stop, now if stores else None)
 
     def _lose(self, number: int, now: float) -> None:
         self._away.add(number)
@@ -207,7 +210,7 @@ class Engine:
             self._leave(attempt, now, "lost")
 
     def _keep(self, attempt: Attempt, now: float) -> float:
-        """What an attempt has kept by now counts; returns the seconds that keeping it took, since it was given."""
+        """Records what an attempt has stored until now; returns the seconds that storing took."""
         task, seconds = attempt.task, 0.0
         for reached in attempt.chunks:
             if reached.kept is not None and reached.kept <= now:
@@ -218,19 +221,19 @@ class Engine:
         return seconds
 
     def _leave(self, attempt: Attempt, now: float, outcome: str) -> None:
-        task, shard, told = attempt.task, attempt.task.shard, self._outcome
+        task, shard, outcome_ = attempt.task, attempt.task.shard, self._outcome
         assert attempt.worker is not None
         attempt.left, attempt.outcome, self._at[attempt.worker] = now, outcome, None
         keeping = self._keep(attempt, now)
         if outcome == "complete":
             task.kept = shard.stop
-            told.last = max(told.last, now)
+            outcome_.last = max(outcome_.last, now)
             self._knows[attempt.worker].add(shard.fork is None)
         if now >= attempt.begun:
             task.seen = max([attempt.first, *(reached.step for reached in attempt.chunks if reached.time <= now)])
         starting = min(now, attempt.first_step) - attempt.given
         trained = (task.kept - attempt.first) * shard.step_seconds
-        told.starting += starting
-        told.keeping += keeping
-        told.trained += trained
-        told.twice += max(0.0, now - attempt.given - starting - trained - keeping)
+        outcome_.starting += starting
+        outcome_.keeping += keeping
+        outcome_.trained += trained
+        outcome_.twice += max(0.0, now - attempt.given - starting - trained - keeping)

@@ -1,9 +1,9 @@
-"""A thousand lanes of GPT-2 124M on 8, 64 and 512 GPUs: arithmetic, and the schedule simulated with workers lost.
+"""A thousand lanes of GPT-2 124M on 8, 64 and 512 GPUs: estimates, and simulated schedules with losses of workers.
 
-    python gpt2_lanes.py            # the page's tables
-    python gpt2_lanes.py --memory   # the bytes that the compiler plans for a step of four lanes and of eight, on a CPU
+    python gpt2_lanes.py            # the tables of the page
+    python gpt2_lanes.py --memory   # the bytes that the compiler plans for a step of four and of eight lanes, on a CPU
 
-Nothing here was measured on a GPU. What is assumed stands in `Assumed`.
+Nothing was measured on a GPU. The assumptions are listed in `Assumed`.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ SEEDS, CONDITIONS, STEPS, ONSET, TAIL = 20, 50, 50_000, 15_000, 50
 WORKERS, MTBF_HOURS = (8, 64, 512), (math.inf, 1000.0, 100.0)
 
 PARAMETERS = 124_439_808
-"""Of GPT-2 124M."""
+"""The number of parameters of GPT-2 124M."""
 
 STATE_BYTES = 3 * 4 * PARAMETERS
-"""Of one lane, kept: parameters and Adam's two moments in float32."""
+"""Bytes of one lane's stored state: parameters and Adam's two moments in float32."""
 
 
 @dataclass(frozen=True)
 class Assumed:
-    """What is not measured.
+    """Assumptions.
 
     Attributes:
-      step_seconds: of one lane's step of 32 x 1,024 tokens: 28 TFLOP at 100 TFLOP/s, and 7% for what is audited.
-      fit: lanes on a GPU of 80 GiB: 10 GiB and 2.8 a lane, as planned for a CPU, in nine tenths of it.
-      bandwidth: bytes a second that a worker writes states with.
-      start: seconds until a worker has a process, Python and JAX.
-      setup: seconds in which it opens the run, reads states and compiles.
-      repair, detect, resume: seconds of `Cluster`.
+      step_seconds: seconds of one lane's step of 32 x 1,024 tokens: 28 TFLOP at 100 TFLOP/s, and 7% for telemetry.
+      fit: lanes on a GPU of 80 GiB, of which nine tenths are used: 10 GiB and 2.8 GiB per lane, as planned for a CPU.
+      bandwidth: bytes per second at which a worker writes states.
+      start: seconds until a worker has started Python and JAX.
+      setup: seconds of opening the run, reading states and compiling.
+      repair, detect, resume: seconds, as in `Cluster`.
     """
 
     step_seconds: float = 0.30
@@ -53,14 +53,14 @@ class Assumed:
 
 
 def shares(lanes: int, most: int, parts: int) -> list[int]:
-    """Lanes of each batch of a group, as `jaxaudit.core.batches.layout` deals them out."""
+    """Returns the number of lanes of each batch of a group, as in `jaxaudit.core.batches.layout`."""
     needed = -(-lanes // min(most, lanes))
     share = -(-lanes // min(-(-needed // parts) * parts, lanes))
     return [min(share, lanes - first) for first in range(0, lanes, share)]
 
 
 def work_of(workers: int, assumed: Assumed, chunk: int) -> Work:
-    """The grid's plan for so many workers."""
+    """Returns the plan of the grid for a number of workers."""
     baseline, forks = (shares(count, assumed.fit, workers) for count in (SEEDS, SEEDS * CONDITIONS))
     shards, first = [], 0
     for lanes in baseline:
@@ -76,14 +76,14 @@ def work_of(workers: int, assumed: Assumed, chunk: int) -> Work:
 
 
 def _shard(number, onset, stop, fork, seeds, assumed, lanes=None) -> Shard:
-    chosen = frozenset(seeds)
-    count = len(chosen) if lanes is None else lanes
+    seed_set = frozenset(seeds)
+    count = len(seed_set) if lanes is None else lanes
     return Shard(
         id=number,
         onset=onset,
         stop=stop,
         fork=fork,
-        seeds=chosen,
+        seeds=seed_set,
         step_seconds=count * assumed.step_seconds,
         setup=assumed.setup,
         keep=count * STATE_BYTES / assumed.bandwidth,
@@ -91,7 +91,7 @@ def _shard(number, onset, stop, fork, seeds, assumed, lanes=None) -> Shard:
 
 
 def cluster_of(workers: int, hours: float, assumed: Assumed) -> Cluster:
-    """Workers, each lost every so many hours on average."""
+    """Returns a cluster whose workers are each lost every `hours` hours on average."""
     return Cluster(
         workers,
         assumed.start,
@@ -104,7 +104,7 @@ def cluster_of(workers: int, hours: float, assumed: Assumed) -> Cluster:
 
 
 def tables(seeds: int) -> str:
-    """Of the page: states kept as the spec says, ten times as often, as workers choose."""
+    """Returns tables for states stored as in the spec, ten times as often, and by default."""
     parts = []
     for title, chunk, every in (
         ("`checkpoint_every = 5`, chunks of 1,250 steps", 1250, 5),
@@ -120,7 +120,7 @@ def tables(seeds: int) -> str:
 
 
 def sizes() -> str:
-    """How the lanes are dealt out."""
+    """Returns a table of the distribution of lanes."""
     lines = ["| workers | batches of the baseline | batches of forks | a chunk of 1,250 steps | states of a batch |"]
     lines.append("| --- " * 5 + "|")
     for workers in WORKERS:
@@ -137,7 +137,7 @@ def sizes() -> str:
 
 
 def planned(precision: str = "float32") -> str:
-    """Bytes the compiler plans for a step of lanes that take turns: 32 x 1,024 tokens in 8 microbatches, of each."""
+    """Returns the bytes planned for a step of lanes in turns, with 32 x 1,024 tokens in 8 microbatches each."""
     sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
     import common
     import language_model
@@ -160,10 +160,10 @@ def planned(precision: str = "float32") -> str:
 
 
 def main() -> None:
-    """The tables."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--memory", action="store_true", help="plan a step's memory")
-    parser.add_argument("--seeds", type=int, default=20, metavar="N", help="of the losses (%(default)s)")
+    parser.add_argument("--seeds", type=int, default=20, metavar="N", help="seeds of the losses (%(default)s)")
     arguments = parser.parse_args()
     print(planned() if arguments.memory else f"{sizes()}\n\n{tables(arguments.seeds)}")
 

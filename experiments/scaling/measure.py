@@ -1,13 +1,13 @@
-"""Real runs of one plan by one worker and by two, a core each, and what the simulator predicts of them.
+"""Measures runs of one plan by one worker and by two, with a core each, and compares them with the simulator.
 
-    python measure.py plan OUT             # runs spec.toml once: the plan that the others take, programs compiled
-    python measure.py run OUT 1; python measure.py run OUT 2     # and again, in turns; two minutes each at most
-    python measure.py run OUT 1 --kill 42  # the worker is killed so many seconds after the first batch was begun
-    python measure.py compare OUT          # predicted against measured; OUT or experiments/scaling/results
+    python measure.py plan OUT             # runs spec.toml once, which gives the common plan and compiled programs
+    python measure.py run OUT 1; python measure.py run OUT 2     # repeat in turns; two minutes each at most
+    python measure.py run OUT 1 --kill 42  # kills the worker 42 seconds after the start of the first batch
+    python measure.py compare OUT          # predicted and measured times; OUT or experiments/scaling/results
 
-OUT gets `plan.json` and `spec.toml`, and of every run what its batches took, `shards.csv`, and in `runs.csv` what the
-command took and how busy others kept the machine meanwhile: a share of its cores' time. Runs with a worker killed have
-files of their own, `shards-killed.csv` and `runs-killed.csv`.
+OUT gets `plan.json` and `spec.toml`, the times of the batches of every run in `shards.csv`, and in `runs.csv` the time
+of the command and the share of the cores' time that other processes used. Runs with a killed worker have separate
+files, `shards-killed.csv` and `runs-killed.csv`.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ SPEC = Path(__file__).with_name("spec.toml")
 RULE = "| --- " * 5 + "|"
 
 GONE_SECONDS = 1.5
-"""Until the driver takes a process that is gone for lost: a second for its word, and looks that are apart."""
+"""Seconds until the driver considers an ended process as lost: a second of waiting, and the polling interval."""
 
 
 def main() -> None:
-    """One of the commands."""
+    """Runs one of the commands."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("command", choices=("plan", "run", "compare"))
     parser.add_argument("out", type=Path, metavar="OUT")
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def plan(out: Path) -> None:
-    """Runs the spec by one worker, and keeps its plan."""
+    """Runs the spec by one worker, and stores its plan."""
     out.mkdir(parents=True, exist_ok=True)
     _train(out / "planned", 1)
     shutil.copyfile(out / "planned" / "plan.json", out / "plan.json")
@@ -66,22 +66,22 @@ def plan(out: Path) -> None:
 
 
 def run(out: Path, workers: int, kill: float | None = None) -> None:
-    """Runs the same plan by so many workers, and keeps what its batches took."""
+    """Runs the same plan by a number of workers, and stores the times of its batches."""
     _adopt_descendants()
     kind = "" if kill is None else "-killed"
     runs = out / f"runs{kind}.csv"
     repetition = int((pd.read_csv(runs)["workers"] == workers).sum()) if runs.exists() else 0
-    with tempfile.TemporaryDirectory(dir=out) as made:
-        folder = Path(made) / "run"
+    with tempfile.TemporaryDirectory(dir=out) as temporary:
+        folder = Path(temporary) / "run"
         if kill is not None:
             threading.Thread(target=_kill_one, args=(folder, kill), daemon=True).start()
-        begun, busy = time.monotonic(), _busy_seconds()
+        start, busy_before = time.monotonic(), _busy_seconds()
         _train(folder, workers, "--plan", str(out / "planned"))
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - start
         with suppress(ChildProcessError):
             while True:
                 os.wait()
-        others = _busy_seconds() - busy - _own_seconds()
+        others = _busy_seconds() - busy_before - _own_seconds()
         shards = pd.read_csv(folder / "shards.csv")
     row = {
         "workers": workers,
@@ -94,10 +94,10 @@ def run(out: Path, workers: int, kill: float | None = None) -> None:
 
 
 def _kill_one(folder: Path, after: float) -> None:
-    """Kills the worker that is at work some seconds after the first batch was begun."""
-    while not (begun := list(folder.glob("batches/*/attempt-*/begun.json"))):
+    """Kills the running worker some seconds after the start of the first batch."""
+    while not (started := list(folder.glob("batches/*/attempt-*/begun.json"))):
         time.sleep(0.1)
-    first = json.loads(begun[0].read_text())["begun"]
+    first = json.loads(started[0].read_text())["begun"]
     time.sleep(max(0.0, first + after - time.time()))
     attempts = [path for path in folder.glob("batches/*/attempt-*") if not (path / "ended.json").exists()]
     worker = json.loads((attempts[0] / "begun.json").read_text())["worker"]
@@ -110,17 +110,17 @@ def _train(folder: Path, workers: int, *options: str) -> None:
 
 
 def _adopt_descendants() -> None:
-    """What workers take counts as this process's children's, whoever began them (Linux's PR_SET_CHILD_SUBREAPER)."""
+    """Makes all descendants count as children of this process (Linux's PR_SET_CHILD_SUBREAPER)."""
     ctypes.CDLL(None).prctl(36, 1)
 
 
 def _own_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _busy_seconds() -> float:
-    """Of all cores, since the machine began."""
+    """Returns the busy seconds of all cores since the machine was started."""
     user, nice, system, _, _, interrupts, soft, *_ = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
     return (user + nice + system + interrupts + soft) / os.sysconf("SC_CLK_TCK")
 
@@ -130,7 +130,7 @@ def _append(path: Path, rows: pd.DataFrame) -> None:
 
 
 def compare(out: Path) -> str:
-    """Tables: what the simulator predicts of every run from its own batches' times, and of two workers from one's."""
+    """Returns tables of predictions of each run from the times of its batches, and of two workers from those of one."""
     runs = pd.read_csv(out / "runs.csv")
     shards = dict(list(pd.read_csv(out / "shards.csv").groupby(["workers", "repetition"])))
     lines = ["| workers | others' share | measured | simulated, of its own batches' times | difference |", RULE]
@@ -159,7 +159,7 @@ def compare(out: Path) -> str:
 
 
 def _killed(out: Path) -> list[str]:
-    """A table of the runs whose one worker was killed, simulated with that loss and the times of their own batches."""
+    """Returns a table of the runs whose worker was killed, simulated with that loss and the times of their batches."""
     runs, rows = pd.read_csv(out / "runs-killed.csv"), pd.read_csv(out / "shards-killed.csv")
     lines = ["| killed after | batch, went on from step | measured | simulated | difference |", RULE]
     for run in runs.itertuples():
@@ -173,9 +173,9 @@ def _killed(out: Path) -> list[str]:
 
 
 def _predicted(out: Path, shards: pd.DataFrame, recorded: int, workers: int, killed: float | None = None) -> float:
-    """Seconds from the first beginning to the last end, of batches as `recorded` workers took them.
+    """Returns the predicted seconds from the first start to the last end, from times recorded with `recorded` workers.
 
-    `killed`: the first worker is lost so many seconds after the first batch was begun, and there again at once.
+    With `killed`, the first worker is lost this many seconds after the start of the first batch, and replaced at once.
     """
     start = start_seconds(shards, recorded, POLL)
     losses = {} if killed is None else {0: [start + killed]}

@@ -1,4 +1,4 @@
-"""What a simulated schedule is made of: batches and the seconds they take, workers and their losses, its figures."""
+"""Inputs and results of a simulated schedule: batches and their times, workers and their losses, and statistics."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Shard:
 
     Attributes:
       id: its number in the plan.
-      onset, stop: the steps it runs from and to.
-      fork: its fork group; None: the baseline's.
+      onset, stop: its first and last step.
+      fork: its fork group, or None for the baseline.
       seeds: the positions of its lanes' seeds.
-      step_seconds: of one step of all its lanes.
-      setup: seconds from its worker's beginning with it to its first step: the run opened, programs compiled.
-      keep: seconds that keeping its states takes.
+      step_seconds: seconds of one step of all its lanes.
+      setup: seconds from its start to its first step, for opening the run and compiling.
+      keep: seconds of storing its states.
     """
 
     id: int
@@ -38,8 +38,8 @@ class Work:
 
     Attributes:
       shards: its batches, in order.
-      chunk: steps between one time that telemetry is kept and the next.
-      every: chunks between one time that states are kept and the next; 0: as often as takes a twentieth of the time.
+      chunk: steps of a chunk, after which telemetry is stored.
+      every: chunks after which states are stored; 0: so often that it takes a twentieth of the time.
     """
 
     shards: tuple[Shard, ...]
@@ -48,31 +48,31 @@ class Work:
 
     @property
     def onsets(self) -> list[int]:
-        """Where conditions fork."""
+        """The steps at which conditions fork."""
         return sorted({shard.onset for shard in self.shards if shard.fork is not None})
 
     def spans(self, shard: Shard) -> list[tuple[int, int]]:
-        """A batch's chunks, (start, stop): they end at multiples of `chunk`, and the baseline's at onsets too."""
-        also = [onset for onset in self.onsets if shard.fork is None and shard.onset < onset < shard.stop]
+        """Returns a batch's chunks (start, stop), which end at multiples of `chunk`, and for the baseline at onsets."""
+        onsets_within = [onset for onset in self.onsets if shard.fork is None and shard.onset < onset < shard.stop]
         multiples = range(-(-shard.onset // self.chunk) * self.chunk, shard.stop, self.chunk)
-        return list(pairwise(sorted({shard.onset, shard.stop, *multiples, *also})))
+        return list(pairwise(sorted({shard.onset, shard.stop, *multiples, *onsets_within})))
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Workers, and who hands work to them.
+    """Workers and their driver.
 
     Attributes:
-      workers: how many.
-      start: seconds from a batch's being handed in to its worker's beginning with it.
-      again: the same to its first step, where the worker has trained one of the same program in a process that is still
-        there; None: every batch has a process of its own.
-      mtbf: mean seconds between a worker's being there and its loss, exponential, at work or not.
-      repair: seconds that a lost one is away.
-      detect: seconds until the driver is told of a loss.
-      accept: seconds that the driver takes to gather a batch.
-      resume: seconds from a run's being given up to its being resumed.
-      losses: the seconds at which workers are lost, by number, in place of `mtbf`.
+      workers: the number of workers.
+      start: seconds from the submission of a batch to its start.
+      again: seconds from submission to the first step, if the worker's process has already trained a batch of the same
+        program; None: every batch has a new process.
+      mtbf: mean seconds until a worker is lost, exponentially distributed, busy or not.
+      repair: seconds until a lost worker is replaced.
+      detect: seconds until the driver detects a loss.
+      accept: seconds that the driver needs to collect a batch.
+      resume: seconds from giving up a run to resuming it.
+      losses: seconds at which workers are lost, by number, instead of `mtbf`.
     """
 
     workers: int
@@ -88,18 +88,18 @@ class Cluster:
 
 @dataclass
 class Outcome:
-    """What came of it, in seconds; from `trained` to `keeping` summed over workers.
+    """Results in seconds; `trained` to `keeping` are summed over workers.
 
     Attributes:
-      workers: how many.
-      makespan: until the driver has gathered everything.
-      first, last: when the first batch was begun, and the last was trained to its end.
-      trained: steps, each once.
-      twice: steps whose states were lost before they were kept.
-      starting: from a batch's being given to a worker to its first step.
-      keeping: states kept.
-      losses: of workers at work.
-      given_up: how often the run was, and was resumed.
+      workers: the number of workers.
+      makespan: the time until the driver has collected everything.
+      first, last: the times when the first batch started and the last one ended.
+      trained: training, with each step counted once.
+      twice: training of steps that were lost before they were stored.
+      starting: from the assignment of a batch to its first step.
+      keeping: storing states.
+      losses: the number of losses of busy workers.
+      given_up: how often the run was given up and resumed.
     """
 
     workers: int
@@ -115,33 +115,33 @@ class Outcome:
 
     @property
     def span(self) -> float:
-        """From the first batch's beginning to the last one's end, as `shards.csv` tells it."""
+        """Seconds from the start of the first batch to the end of the last, as in `shards.csv`."""
         return self.last - self.first
 
     @property
     def wasted(self) -> float:
-        """The share of the workers' busy time that was for starting, and for steps trained twice."""
+        """The share of the workers' busy time that was spent on starting and on steps trained twice."""
         return (self.starting + self.twice) / (self.trained + self.twice + self.starting + self.keeping)
 
     @property
     def utilisation(self) -> float:
-        """The share of all workers' time that trained steps, each once."""
+        """The share of all workers' time that was spent on training, with each step counted once."""
         return self.trained / (self.workers * self.makespan)
 
 
 def bounds(work: Work, cluster: Cluster) -> tuple[float, float]:
-    """What no schedule is shorter than, seconds: all work over all workers; the longest wait for an onset and its fork.
+    """Returns lower bounds of a schedule in seconds: all work divided by the workers, and the longest dependent path.
 
-    With one start each, and no loss.
+    Each batch is started once, and no worker is lost.
     """
 
     def start(shard: Shard) -> float:
-        fresh = cluster.start + shard.setup
-        return fresh if cluster.again is None else min(fresh, cluster.again)
+        new_process = cluster.start + shard.setup
+        return new_process if cluster.again is None else min(new_process, cluster.again)
 
     length = {s.id: start(s) + (s.stop - s.onset) * s.step_seconds for s in work.shards}
     paths = []
     for s in work.shards:
-        needed = [b for b in work.shards if s.fork is not None and b.fork is None and b.seeds & s.seeds]
-        paths.append(max((start(b) + s.onset * b.step_seconds for b in needed), default=0.0) + length[s.id])
+        required = [b for b in work.shards if s.fork is not None and b.fork is None and b.seeds & s.seeds]
+        paths.append(max((start(b) + s.onset * b.step_seconds for b in required), default=0.0) + length[s.id])
     return sum(length.values()) / cluster.workers, max(paths)

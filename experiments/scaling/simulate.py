@@ -1,12 +1,12 @@
-"""The schedule of a run's batches over N workers, simulated: makespan and waste, with workers that are lost.
+"""Simulates the schedule of a run's batches over N workers: makespan and waste, with losses of workers.
 
     python simulate.py RUN --workers 1 2 8 --mtbf 100 --repair 600 --start 20
 
-RUN is a finished run's folder: its plan, and in `shards.csv` what its batches took. The rules are those of
-`jaxaudit/runs/workers.py`: batches in the plan's order, the baseline's first, a fork group's as soon as the states
-at its onset are kept; a look every half second; a lost worker's batch is handed in again before all others and goes on
-from its latest kept states; lost twice in the same chunk, the run is given up, workers stop after their chunk, and it
-is resumed.
+RUN is the folder of a finished run, with its plan and the times of its batches in `shards.csv`. The rules are those of
+`jaxaudit/runs/workers.py`: batches run in the order of the plan, those of the baseline first, and those of a fork group
+as soon as the states at its onset are stored. The driver polls every half second. The batch of a lost worker is
+submitted again before all others and continues from its latest stored states. If it is lost twice in the same chunk,
+the run is given up, workers stop after their chunk, and the run is resumed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ POLL, PATIENCE = 0.5, 30.0
 
 
 def simulate(work: Work, cluster: Cluster, seed: int = 0) -> Outcome:
-    """What comes of a plan; the same for the same seed."""
+    """Simulates a plan; the result is reproducible by the seed."""
     return _Driver(work, cluster, seed).run()
 
 
 class _Driver:
-    """Hands out batches."""
+    """Submits batches."""
 
     def __init__(self, work: Work, cluster: Cluster, seed: int):
         self._cluster = cluster
@@ -41,9 +41,9 @@ class _Driver:
         self._now = 0.0
 
     def run(self) -> Outcome:
-        """All of it, resumed as often as it is given up."""
-        left = self._tasks
-        while left := self._train(left):
+        """Simulates the whole run, which is resumed each time it is given up."""
+        remaining = self._tasks
+        while remaining := self._train(remaining):
             self._outcome.given_up += 1
             self._now = self._engine.stop(self._now, PATIENCE)
             self._wait(self._cluster.resume)
@@ -51,7 +51,7 @@ class _Driver:
         return self._outcome
 
     def _train(self, tasks: Sequence[Task]) -> list[Task]:
-        """Has batches trained; those that are left when it is given up."""
+        """Trains batches; returns those that remain if the run is given up."""
         waiting, running, gathered = list(tasks), list[Task](), set[int]()
         for task in tasks:
             task.attempt, task.died = None, []
@@ -78,21 +78,21 @@ class _Driver:
         self._engine.advance(self._now)
 
     def _hand_out(self, waiting: list[Task], running: list[Task]) -> None:
-        held: dict[int, set[int]] = {}
+        seeds_by_onset: dict[int, set[int]] = {}
         for task in list(waiting):
             if len(running) >= self._cluster.workers:
                 return
             shard = task.shard
-            if shard.fork is not None and shard.onset not in held:
-                held[shard.onset] = self._held(shard.onset)
-            if shard.fork is None or not self._baseline or held[shard.onset] >= shard.seeds:
+            if shard.fork is not None and shard.onset not in seeds_by_onset:
+                seeds_by_onset[shard.onset] = self._stored_seeds(shard.onset)
+            if shard.fork is None or not self._baseline or seeds_by_onset[shard.onset] >= shard.seeds:
                 waiting.remove(task)
                 running.append(task)
                 if not task.complete:
                     self._engine.submit(task, self._now)
 
-    def _held(self, onset: int) -> set[int]:
-        """The seeds whose states at an onset are there."""
+    def _stored_seeds(self, onset: int) -> set[int]:
+        """Returns the seeds whose states at an onset are stored."""
         return {seed for task in self._baseline if task.has_onset(onset, self._now) for seed in task.shard.seeds}
 
     def _has_left(self, task: Task) -> bool:
@@ -105,17 +105,24 @@ class _Driver:
 
 
 def main() -> None:
-    """A table for a run's batches."""
+    """Prints a table for a run's batches."""
     from recorded import start_seconds, work_of, workers_of
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N")
-    parser.add_argument("--mtbf", type=float, nargs="+", default=[math.inf], metavar="HOURS", help="of a worker")
+    parser.add_argument(
+        "--mtbf",
+        type=float,
+        nargs="+",
+        default=[math.inf],
+        metavar="HOURS",
+        help="mean time between losses of a worker",
+    )
     parser.add_argument("--repair", type=float, default=600.0, metavar="S", help="seconds (%(default)s)")
     parser.add_argument("--detect", type=float, default=30.0, metavar="S", help="seconds (%(default)s)")
-    parser.add_argument("--start", type=float, metavar="S", help="seconds of a process (as the run's had)")
-    parser.add_argument("--seeds", type=int, default=20, metavar="N", help="of the losses (%(default)s)")
+    parser.add_argument("--start", type=float, metavar="S", help="seconds to start a process (default: as in the run)")
+    parser.add_argument("--seeds", type=int, default=20, metavar="N", help="seeds of the losses (%(default)s)")
     arguments = parser.parse_args()
     work, start = work_of(arguments.run), arguments.start
     if start is None:
@@ -147,17 +154,17 @@ HEADER = f"| {' | '.join(COLUMNS)} |\n{'| --- ' * len(COLUMNS)}|"
 
 
 def row(work: Work, cluster: Cluster, seeds: int, unit: float = 3600.0) -> str:
-    """A line of the table: medians over seeds of the losses, in hours; `unit`: or in other units, as seconds."""
+    """Returns a line of the table, with medians over seeds of the losses, in units of `unit` seconds."""
     outcomes = [simulate(work, cluster, seed) for seed in range(1 if math.isinf(cluster.mtbf) else seeds)]
     spans = [outcome.makespan / unit for outcome in outcomes]
     all_work, path = (seconds / unit for seconds in bounds(work, cluster))
-    between = f" ({min(spans):.3g} - {max(spans):.3g})" if len(outcomes) > 1 else ""
+    spread = f" ({min(spans):.3g} - {max(spans):.3g})" if len(outcomes) > 1 else ""
     cells = (
         cluster.workers,
         "never" if math.isinf(cluster.mtbf) else f"{cluster.mtbf / 3600:g} h",
         f"{all_work:.3g}",
         f"{path:.3g}",
-        f"{statistics.median(spans):.3g}{between}",
+        f"{statistics.median(spans):.3g}{spread}",
         f"{statistics.median(outcome.wasted for outcome in outcomes):.1%}",
         f"{statistics.median(outcome.utilisation for outcome in outcomes):.0%}",
         f"{statistics.median(outcome.losses for outcome in outcomes):g}",

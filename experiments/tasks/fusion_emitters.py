@@ -1,8 +1,8 @@
-"""XLA's fusion emitters for CPUs: whether a program is compiled with them, where that is a choice.
+"""Options for XLA's fusion emitters on CPUs, where they exist.
 
-It is one up to jaxlib 0.10. Without them most programs compile faster, and MJX's forward kinematics of a long arm
-(Pusher) run a thousand times faster. XLA of later jaxlibs refuses the option: it always uses the emitters, which are
-no slower there.
+Up to jaxlib 0.10, the emitters can be turned off. Without them most programs compile faster, and MJX's forward
+kinematics of a long arm (Pusher) run a thousand times faster. Later versions refuse the option and always use the
+emitters, which are no slower there.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ OPTION = "xla_cpu_use_fusion_emitters"
 
 
 def emitters(used: bool) -> dict[str, bool]:
-    """Compiler options for `jax.jit`, or for `compile`: empty where there is no choice."""
+    """Returns compiler options for `jax.jit` or `compile`, which are empty if XLA does not know the option."""
     return {OPTION: used} if takes(OPTION, used) else {}
 
 
 @functools.cache
 def takes(option: str, value: bool | int | str) -> bool:
-    """Whether the XLA in use knows a compiler option, which a program of one operation is compiled with."""
+    """Returns whether XLA knows a compiler option, by compiling a program of one operation."""
     try:
         jax.jit(lambda x: -x, compiler_options={option: value})(0.0)
     except jax.errors.JaxRuntimeError as error:

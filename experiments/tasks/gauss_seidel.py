@@ -1,7 +1,7 @@
-"""How far C MuJoCo's projected Gauss-Seidel and MJX's Newton solver are from a converged solution.
+"""Errors of C MuJoCo's projected Gauss-Seidel solver and of MJX's Newton solver against a converged solution.
 
-Humanoid and HumanoidStandup ask for the former, which MJX does not have. Constraint forces after one env step from
-each of 1,000 of Gymnasium's states, relative to the largest force of a state, or to 1.
+Humanoid and HumanoidStandup use the former, which MJX does not have. Errors are those of constraint forces after one
+env step from each of 1,000 states of Gymnasium, relative to the largest force of a state, or to 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxaudit.tasks._brax import mjx
 
 
 def shift(model: mujoco.MjModel) -> None:
-    """Change mass, friction, gear and gravity as `tests/tasks/test_tasks.py` does."""
+    """Changes mass, friction, gear and gravity as in `tests/tasks/test_tasks.py`."""
     for field in (model.body_mass, model.body_inertia, model.body_subtreemass):
         field[:] *= 1.3
     model.geom_friction[:] *= 0.7
@@ -30,7 +30,7 @@ def shift(model: mujoco.MjModel) -> None:
 
 
 def with_newton(model: mujoco.MjModel, iterations: int, tolerance: float) -> mujoco.MjModel:
-    """The same model under the Newton solver."""
+    """Returns the model with the Newton solver."""
     model = copy.copy(model)
     model.opt.solver = mujoco.mjtSolver.mjSOL_NEWTON
     model.opt.iterations = model.opt.ls_iterations = iterations
@@ -39,15 +39,15 @@ def with_newton(model: mujoco.MjModel, iterations: int, tolerance: float) -> muj
 
 
 def split(model: mujoco.MjModel, columns) -> tuple:
-    """Positions, velocities and the solver's start."""
+    """Splits columns into positions, velocities and the solver's warm start."""
     nq, nv = model.nq, model.nv
     return columns[:nq], columns[nq : nq + nv], columns[nq + nv : nq + 2 * nv]
 
 
-def on_c(model: mujoco.MjModel, wanted: parity.Reference, frame_skip: int) -> np.ndarray:
-    """Constraint forces `[T, nv]` of C MuJoCo."""
+def on_c(model: mujoco.MjModel, reference: parity.Reference, frame_skip: int) -> np.ndarray:
+    """Computes constraint forces `[T, nv]` by C MuJoCo."""
     data, forces = mujoco.MjData(model), []
-    for columns, control in zip(wanted.columns, controls(model, wanted), strict=True):
+    for columns, control in zip(reference.columns, controls(model, reference), strict=True):
         mujoco.mj_resetData(model, data)
         data.qpos[:], data.qvel[:], data.qacc_warmstart[:] = split(model, columns)
         data.ctrl[:] = control
@@ -57,8 +57,8 @@ def on_c(model: mujoco.MjModel, wanted: parity.Reference, frame_skip: int) -> np
     return np.array(forces)
 
 
-def on_mjx(model: mujoco.MjModel, wanted: parity.Reference, frame_skip: int, width: int) -> np.ndarray:
-    """Constraint forces `[T, nv]` of MJX, as the tasks step it."""
+def on_mjx(model: mujoco.MjModel, reference: parity.Reference, frame_skip: int, width: int) -> np.ndarray:
+    """Computes constraint forces `[T, nv]` by MJX, with the step of the tasks."""
     compiled, blank = mjx.put_model(model), mjx.make_data(model)
 
     def forces(columns: jax.Array, control: jax.Array) -> jax.Array:
@@ -68,24 +68,24 @@ def on_mjx(model: mujoco.MjModel, wanted: parity.Reference, frame_skip: int, wid
         return data.qfrc_constraint
 
     step = jax.jit(jax.vmap(forces), compiler_options=parity.OPTIONS)
-    columns, control = (jnp.array(x, jnp.float32) for x in (wanted.columns, controls(model, wanted)))
+    columns, control = (jnp.array(x, jnp.float32) for x in (reference.columns, controls(model, reference)))
     starts = range(0, len(columns), width)
     return np.concatenate([step(columns[at : at + width], control[at : at + width]) for at in starts])
 
 
-def controls(model: mujoco.MjModel, wanted: parity.Reference) -> np.ndarray:
-    """Actions within their range."""
-    return np.clip(wanted.action, *model.actuator_ctrlrange.T)
+def controls(model: mujoco.MjModel, reference: parity.Reference) -> np.ndarray:
+    """Returns actions clipped to their range."""
+    return np.clip(reference.action, *model.actuator_ctrlrange.T)
 
 
 def cell(forces: np.ndarray, exact: np.ndarray) -> str:
-    """99th percentile and largest error."""
+    """Formats the 99th percentile and the largest error."""
     error = np.abs(forces - exact).max(1) / np.maximum(1.0, np.abs(exact).max(1))
     return f"{np.quantile(error, 0.99):.1e} ({error.max():.1e})"
 
 
 def main() -> None:
-    """Print the table."""
+    """Prints the table."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("tasks", nargs="*", default=["HumanoidStandup-v5"])
     options.add_argument("--steps", type=int, default=1000)
@@ -94,17 +94,17 @@ def main() -> None:
     print("| task | C MuJoCo's projected Gauss-Seidel | MJX |\n|---|---|---|")
     for name in arguments.tasks:
         env = parity.build(name, "c")
-        wanted = parity.reference(env, arguments.steps)
+        reference = parity.reference(env, arguments.steps)
         for label, change in ((name, None), (f"{name}, shifted", shift)):
             model = gymnasium.make(name).unwrapped.model
             if change:
                 change(model)
-            exact = on_c(with_newton(model, 100, 1e-14), wanted, TASKS[name].frame_skip)
-            theirs = on_c(model, wanted, TASKS[name].frame_skip)
-            ours = with_newton(model, TASKS[name].iterations, model.opt.tolerance)
-            ours.opt.ls_iterations = TASKS[name].ls_iterations
-            ours = on_mjx(ours, wanted, TASKS[name].frame_skip, arguments.width)
-            print(f"| {label} | {cell(theirs, exact)} | {cell(ours, exact)} |", flush=True)
+            exact = on_c(with_newton(model, 100, 1e-14), reference, TASKS[name].frame_skip)
+            by_gauss_seidel = on_c(model, reference, TASKS[name].frame_skip)
+            by_mjx = with_newton(model, TASKS[name].iterations, model.opt.tolerance)
+            by_mjx.opt.ls_iterations = TASKS[name].ls_iterations
+            by_mjx = on_mjx(by_mjx, reference, TASKS[name].frame_skip, arguments.width)
+            print(f"| {label} | {cell(by_gauss_seidel, exact)} | {cell(by_mjx, exact)} |", flush=True)
 
 
 if __name__ == "__main__":

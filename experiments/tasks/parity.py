@@ -1,7 +1,7 @@
-"""How far this package's tasks are from Gymnasium's, after one env step from each of Gymnasium's states.
+"""Errors of this package's tasks against Gymnasium, after one env step from each of Gymnasium's states.
 
-Gymnasium steps under random actions, a tenth of them too large; every one of its states is then stepped once
-here. An error is relative to the largest component of Gymnasium's observation (or to its reward), or to 1.
+Gymnasium steps under random actions, a tenth of them out of range. Each of its states is then stepped once by this
+package. Errors are relative to the largest component of Gymnasium's observation (or to its reward), or to 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OPTIONS = emitters(False) if jax.default_backend() == "cpu" else None
 
 @dataclass(frozen=True)
 class Reference:
-    """T steps of Gymnasium: the state before each `[T, n]`, the action, and what came of it."""
+    """T steps of Gymnasium: the state before each `[T, n]`, the action, and the results."""
 
     columns: np.ndarray
     action: np.ndarray
@@ -35,26 +35,26 @@ class Reference:
 
 
 def reference(env: MujocoEnv, steps: int) -> Reference:
-    """Let Gymnasium step, resetting where its episodes end."""
+    """Steps Gymnasium, and resets it at the ends of episodes."""
     rng = np.random.default_rng(0)
-    theirs = gymnasium.make(env.task.name)
-    data, space = theirs.unwrapped.data, theirs.action_space
+    gymnasium_env = gymnasium.make(env.task.name)
+    data, space = gymnasium_env.unwrapped.data, gymnasium_env.action_space
     rows = []
     ended = True
     for t in range(steps):
         if ended:
-            theirs.reset(seed=t)
+            gymnasium_env.reset(seed=t)
         before = columns(env, data)
         action = (1.5 if t % 10 == 0 else 1.0) * rng.uniform(space.low, space.high)
         action = action.astype(np.float32).astype(np.float64)
-        observation, reward, terminated, truncated, _ = theirs.step(action)
+        observation, reward, terminated, truncated, _ = gymnasium_env.step(action)
         ended = terminated or truncated
         rows.append((before, action, observation, reward, terminated))
     return Reference(*(np.array(column) for column in zip(*rows, strict=True)))
 
 
 def columns(env: MujocoEnv, data) -> np.ndarray:
-    """What `PhysicsState` holds of an MjData."""
+    """Returns the columns of `PhysicsState` for an MjData."""
     core = np.concatenate([data.qpos, data.qvel, data.act, data.qacc_warmstart])
     if not env.tracked:
         return core
@@ -64,7 +64,7 @@ def columns(env: MujocoEnv, data) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Errors:
-    """`[T]` each: relative errors, whether the termination differs, and env steps per second."""
+    """Relative errors and whether the termination differs, `[T]` each, and env steps per second."""
 
     observation: np.ndarray
     reward: np.ndarray
@@ -72,41 +72,41 @@ class Errors:
     rate: float
 
 
-def errors(env: MujocoEnv, wanted: Reference, width: int) -> Errors:
-    """Step once from every state, `width` at a time."""
-    high = wanted.columns.astype(np.float32)
-    low = (wanted.columns - high).astype(np.float32) * (env.backend == "c")
+def errors(env: MujocoEnv, reference_: Reference, width: int) -> Errors:
+    """Steps once from every state, `width` states at a time."""
+    high = reference_.columns.astype(np.float32)
+    low = (reference_.columns - high).astype(np.float32) * (env.backend == "c")
     state = jax.jit(jax.vmap(env.reset), compiler_options=OPTIONS)(jax.random.split(jax.random.key(0), width))
     step = jax.jit(jax.vmap(env.step), compiler_options=OPTIONS)
-    got, seconds = [], []
+    results, seconds = [], []
     for first in range(0, len(high), width):
         rows = np.arange(first, first + width) % len(high)
         start = state.replace(pipeline_state=PhysicsState(jnp.array(high[rows]), jnp.array(low[rows])))
-        action = jnp.array(wanted.action[rows], jnp.float32)
-        begun = time.perf_counter()
-        got.append(jax.block_until_ready(step(start, action)))
-        seconds.append(time.perf_counter() - begun)
-    ours = jax.tree.map(lambda *parts: np.concatenate(parts)[: len(high)].astype(np.float64), *got)
-    scale = np.maximum(1.0, np.abs(wanted.observation).max(1))
+        action = jnp.array(reference_.action[rows], jnp.float32)
+        start_time = time.perf_counter()
+        results.append(jax.block_until_ready(step(start, action)))
+        seconds.append(time.perf_counter() - start_time)
+    steps = jax.tree.map(lambda *parts: np.concatenate(parts)[: len(high)].astype(np.float64), *results)
+    scale = np.maximum(1.0, np.abs(reference_.observation).max(1))
     return Errors(
-        np.abs(ours.obs - wanted.observation).max(1) / scale,
-        np.abs(ours.reward - wanted.reward) / np.maximum(1.0, np.abs(wanted.reward)),
-        (ours.done > 0.5) != wanted.terminated,
+        np.abs(steps.obs - reference_.observation).max(1) / scale,
+        np.abs(steps.reward - reference_.reward) / np.maximum(1.0, np.abs(reference_.reward)),
+        (steps.done > 0.5) != reference_.terminated,
         width / min(seconds),
     )
 
 
 def build(name: str, physics: str, iterations: int | None = None, ls_iterations: int | None = None) -> MujocoEnv:
-    """The task on an engine, on MJX perhaps with another solver."""
+    """Returns the task on a physics engine, on MJX optionally with other solver settings."""
     if iterations is None or ls_iterations is None:
         return make(name, physics)
     return MjxEnv(replace(TASKS[name], iterations=iterations, ls_iterations=ls_iterations))
 
 
-def row(label: str, found: Errors) -> str:
-    """One line of a table."""
-    numbers = [f"{np.quantile(e, 0.99):.1e} ({e.max():.1e})" for e in (found.observation, found.reward)]
-    return f"| {label} | {numbers[0]} | {numbers[1]} | {found.termination.sum()} | {found.rate:,.0f} |"
+def row(label: str, task_errors: Errors) -> str:
+    """Returns a line of the table."""
+    numbers = [f"{np.quantile(e, 0.99):.1e} ({e.max():.1e})" for e in (task_errors.observation, task_errors.reward)]
+    return f"| {label} | {numbers[0]} | {numbers[1]} | {task_errors.termination.sum()} | {task_errors.rate:,.0f} |"
 
 
 HEADER = """\
@@ -115,7 +115,7 @@ HEADER = """\
 
 
 def main() -> None:
-    """Print the table."""
+    """Prints the table."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("tasks", nargs="*", default=sorted(TASKS), help="all of them")
     options.add_argument("--physics", choices=("c", "mjx"), default="c")

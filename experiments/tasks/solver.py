@@ -1,4 +1,4 @@
-"""MJX's solver settings: what they cost and how far from Gymnasium they lead."""
+"""Speed and errors of MJX by solver settings, compared with Gymnasium."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SETTINGS = ("3/6", "4/6", "5/8", "6/8", "8/8", "10/10")
 
 
 def main() -> None:
-    """Print a table for each task."""
+    """Prints a table for each task."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("tasks", nargs="*", default=sorted(TASKS), help="all of them")
     options.add_argument("--settings", nargs="*", default=SETTINGS, help="iterations/ls_iterations (%(default)s)")
@@ -21,11 +21,11 @@ def main() -> None:
     arguments = options.parse_args()
     for name in arguments.tasks:
         print("\n" + parity.HEADER.format(f"{name}, iterations/ls_iterations"))
-        wanted = None
+        reference = None
         for setting in arguments.settings:
             env = parity.build(name, "mjx", *map(int, setting.split("/")))
-            wanted = wanted or parity.reference(env, arguments.steps)
-            print(parity.row(setting, parity.errors(env, wanted, arguments.width)), flush=True)
+            reference = reference or parity.reference(env, arguments.steps)
+            print(parity.row(setting, parity.errors(env, reference, arguments.width)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Held-out rows of dialogues, stored, printed and on the page; and which channel left the controls' range first."""
+"""Sampled held-out dialogues as `jaxaudit sample` prints them and the report shows them, and the first warning signals.
+
+A channel's first signal is the step at which it first leaves the range of the undisturbed lanes.
+"""
 
 import dataclasses
 import json
@@ -30,8 +33,8 @@ KINDS = {"lr_spike": ("optimization", (3.0, 100.0), 14.0)}
 
 
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory):
-    """A run of 4 seeds and 3 conditions with rows measured every 5 steps; its folder, and its performance."""
+def dialogue_run(tmp_path_factory):
+    """A run of 4 seeds and 3 conditions with dialogues sampled every 5 steps: its folder, performance and telemetry."""
     folder, conditions = tmp_path_factory.mktemp("runs") / "rows", grid(KINDS)
     performance = simulate(conditions, SEEDS, STEPS)
     write(folder, conditions, performance=performance, name="hop rows", channels=("gradient_norm",))
@@ -39,19 +42,23 @@ def stored(tmp_path_factory):
     rng = np.random.default_rng(3)
     tokens = rng.integers(0, len(WORDS), (*lanes, 2, SLOTS)).astype(np.int32)
     roles = np.broadcast_to(np.array([1, 0, 2, 0, 0, 3], np.int8), tokens.shape)
-    told = np.where(roles == 0, -rng.exponential(1.0, tokens.shape), 0).astype(np.float32)
+    log_probs = np.where(roles == 0, -rng.exponential(1.0, tokens.shape), 0).astype(np.float32)
     reward = rng.integers(0, 2, (*lanes, 2)).astype(np.float32)
     entropy = np.stack([np.full(lanes, 0.5), 0.1 * rng.random(lanes)], -1).astype(np.float32)
-    entropy[:, 2, ONSET + 7 :, 0] += 1.0  # of the harsher spike's text stratum
+    entropy[:, 2, ONSET + 7 :, 0] += 1.0  # the text stratum of the stronger spike
     entropy[..., 0] += 0.01 * rng.random(lanes)
-    dims, row = ("seed", "condition", "step"), ("shown", "slot")
+    dims, row_dims = ("seed", "condition", "step"), ("shown", "slot")
     attributes = Channel(every=EVERY, monitored=False).attributes
     kl = rng.random((*lanes, 2)).astype(np.float32)
     estimate = np.stack([kl + 0.25, kl], -1)
     added = {
-        "shown_token": ((*dims, *row), tokens, Channel(every=EVERY, monitored=False, words=tuple(WORDS)).attributes),
-        "shown_role": ((*dims, *row), roles, Channel(every=EVERY, monitored=False, words=tuple(ROLES)).attributes),
-        "shown_log_probability": ((*dims, *row), told, attributes),
+        "shown_token": (
+            (*dims, *row_dims),
+            tokens,
+            Channel(every=EVERY, monitored=False, words=tuple(WORDS)).attributes,
+        ),
+        "shown_role": ((*dims, *row_dims), roles, Channel(every=EVERY, monitored=False, words=tuple(ROLES)).attributes),
+        "shown_log_probability": ((*dims, *row_dims), log_probs, attributes),
         "shown_reward": ((*dims, "shown"), reward, attributes),
         "entropy": ((*dims, "stratum"), entropy),
         "kl": ((*dims, "stratum"), kl),
@@ -63,25 +70,25 @@ def stored(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _jax_as_it_is(monkeypatch):
+def _keep_jax_settings(monkeypatch):
     monkeypatch.setattr(cli, "prepare_jax", lambda: None)
 
 
-def printed(capsys, folder, *options):
+def sample_output(capsys, folder, *options):
     assert cli.main(["sample", str(folder), *options]) == 0
     return capsys.readouterr().out
 
 
-def test_a_row_is_printed_with_own_tokens_apart_from_given_ones(stored, capsys):
-    folder, _, data = stored
-    text = printed(capsys, folder, "--seed", "2", "--condition", "lr_spike 100", "--step", "129")
+def test_sample_prints_policy_tokens_apart_from_prompt_and_tool_tokens(dialogue_run, capsys):
+    folder, _, data = dialogue_run
+    text = sample_output(capsys, folder, "--seed", "2", "--condition", "lr_spike 100", "--step", "129")
     lines = text.splitlines()
     assert lines[0] == "hop rows: seed 2, lr_spike 100, step 129, 9 after the onset"
     lane = data.isel(seed=2, condition=2, step=129, shown=0)
     words = [WORDS[token] for token in lane.shown_token.values]
-    told = [f"{x:.2f}" for x in lane.shown_log_probability.values]
-    own = [1, 3, 4]
-    total = lane.shown_log_probability.values[own].sum()
+    log_probs = [f"{x:.2f}" for x in lane.shown_log_probability.values]
+    policy_positions = [1, 3, 4]
+    total = lane.shown_log_probability.values[policy_positions].sum()
     assert lines[2] == (
         f"row 1: reward {int(lane.shown_reward)}, 3 generated tokens with a total log-probability of {total:.2f}"
     )
@@ -89,33 +96,33 @@ def test_a_row_is_printed_with_own_tokens_apart_from_given_ones(stored, capsys):
     assert turns == [
         ("prompt", [words[0]]),
         ("policy", [words[1]]),
-        (told[1], []),
+        (log_probs[1], []),
         ("tool", [words[2]]),
         ("policy", [words[3], words[4]]),
-        (told[3], [told[4]]),
+        (log_probs[3], [log_probs[4]]),
     ]
-    for above, below in ((lines[4], lines[5]), (lines[7], lines[8])):  # each below its token
+    for above, below in ((lines[4], lines[5]), (lines[7], lines[8])):  # each log-probability stands below its token
         assert above.index(above.split()[1]) == below.index(below.split()[0])
 
 
-def test_what_is_printed_by_default(stored, capsys):
-    folder, *_ = stored
-    text = printed(capsys, folder)
+def test_sample_prints_the_controls_last_step_by_default(dialogue_run, capsys):
+    folder, *_ = dialogue_run
+    text = sample_output(capsys, folder)
     assert text.startswith("hop rows: seed 0, control, step 399\n")
     assert text.count("row ") == 2
-    assert printed(capsys, folder, "--condition", "0") == text
+    assert sample_output(capsys, folder, "--condition", "0") == text
 
 
-@pytest.mark.parametrize(("asked", "shown"), [(6, 4), (7, 9), (0, 4), (9, 9)])
-def test_the_nearest_measured_step_is_shown_and_said(stored, capsys, asked, shown):
-    folder, *_ = stored
-    heading = printed(capsys, folder, "--step", str(asked)).splitlines()[0]
-    near = "" if asked == shown else f" (the measured step nearest to {asked})"
-    assert heading == f"hop rows: seed 0, control, step {shown}{near}"
+@pytest.mark.parametrize(("requested", "measured"), [(6, 4), (7, 9), (0, 4), (9, 9)])
+def test_sample_shows_the_nearest_measured_step_and_says_so(dialogue_run, capsys, requested, measured):
+    folder, *_ = dialogue_run
+    heading = sample_output(capsys, folder, "--step", str(requested)).splitlines()[0]
+    note = "" if requested == measured else f" (the measured step nearest to {requested})"
+    assert heading == f"hop rows: seed 0, control, step {measured}{note}"
 
 
-def test_of_two_as_near_the_later_is_shown(stored):
-    data = stored[2]["shown_token"].copy()
+def test_nearest_step_prefers_the_later_of_two_but_not_beyond_the_end(dialogue_run):
+    data = dialogue_run[2]["shown_token"].copy()
     data.attrs["every"] = 2
     assert nearest_step(xr.Dataset({"shown_token": data}), 2, 9) == 3
     assert nearest_step(xr.Dataset({"shown_token": data}), 4, 4) == 3
@@ -124,7 +131,7 @@ def test_of_two_as_near_the_later_is_shown(stored):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         (["--seed", "9"], "unknown seed 9; allowed: 0, 1, 2, 3"),
         (["--condition", "lr_spikes 3"], "unknown condition 'lr_spikes 3' (did you mean 'lr_spike 3'?)"),
@@ -134,37 +141,37 @@ def test_of_two_as_near_the_later_is_shown(stored):
         (["--seed", "one"], "argument --seed: invalid int value: 'one'"),
     ],
 )
-def test_what_cannot_be_printed(stored, capsys, options, words, monkeypatch):
-    monkeypatch.chdir(stored[0].parent)
-    assert words in refusal(capsys, "sample", "rows", *options)
+def test_sample_refuses_unknown_seeds_conditions_and_steps(dialogue_run, capsys, options, message, monkeypatch):
+    monkeypatch.chdir(dialogue_run[0].parent)
+    assert message in refusal(capsys, "sample", "rows", *options)
 
 
-def test_a_run_without_dialogues_has_no_rows(tmp_path, capsys, monkeypatch):
+def test_sample_refuses_runs_without_dialogues(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "plain", grid({}), seeds=2)
     assert 'a dialogue does, with telemetry = "full"' in refusal(capsys, "sample", "plain")
     assert "nowhere: there is no such folder" in refusal(capsys, "sample", "nowhere")
 
 
-def test_the_page_shows_rows_tokens_and_what_warned(stored, monkeypatch):
+def test_the_report_shows_dialogues_tokens_and_first_signals(dialogue_run, monkeypatch):
     monkeypatch.setattr("jaxaudit.report.page.write_figures", lambda *_: None)
-    folder, performance, data = stored
+    folder, performance, data = dialogue_run
     page = outside_scripts(report.build(folder).read_text())
     rows = page.split('id="rows"')[1].split("</section>")[0]
     seed = int(np.argsort(performance[:, 2, -1])[1])
     assert f"<h3>lr_spike 100, seed {seed}</h3>" in rows
-    mine = rows.split(f"<h3>lr_spike 100, seed {seed}</h3>")[1]
+    lane_html = rows.split(f"<h3>lr_spike 100, seed {seed}</h3>")[1]
     lowest = ONSET + int(np.argmin(performance[seed, 2, ONSET:]))
-    places = [int(text.split(",")[0]) for text in mine.split(": step ")[1:]]
-    assert places == [119, places[1], 399]
-    assert abs(places[1] - lowest) <= EVERY // 2
+    steps = [int(text.split(",")[0]) for text in lane_html.split(": step ")[1:]]
+    assert steps == [119, steps[1], 399]
+    assert abs(steps[1] - lowest) <= EVERY // 2
     last = data.isel(seed=seed, condition=2, step=399, shown=0)
-    token, told = WORDS[int(last.shown_token[1])], float(last.shown_log_probability[1])
-    shade = sum(np.exp(told) < end for end in (0.9, 0.5, 0.1, 0.01))
+    token, log_prob = WORDS[int(last.shown_token[1])], float(last.shown_log_probability[1])
+    shade = sum(np.exp(log_prob) < end for end in (0.9, 0.5, 0.1, 0.01))
     text = token.replace("<", "&lt;").replace(">", "&gt;")
-    end = mine.split("at the end")[1]
+    end = lane_html.split("at the end")[1]
     assert f"<b>{int(last.shown_reward)}</b>" in end
-    assert f'<span class="p{shade}" title="{told:.3f}">{text}</span>' in end
+    assert f'<span class="p{shade}" title="{log_prob:.3f}">{text}</span>' in end
     assert 'class="given tool"' in end
     assert "<script>" not in rows
     signals = page.split('id="signals"')[1].split("</section>")[0]
@@ -172,65 +179,65 @@ def test_the_page_shows_rows_tokens_and_what_warned(stored, monkeypatch):
     assert 'id="tokens"' in page
 
 
-def test_estimators_are_held_against_the_exact_divergence(stored, monkeypatch):
+def test_the_report_compares_kl_estimators_with_the_exact_kl(dialogue_run, monkeypatch):
     monkeypatch.setattr("jaxaudit.report.page.write_figures", lambda *_: None)
-    page = report.build(stored[0]).read_text()
+    page = report.build(dialogue_run[0]).read_text()
     assert "k1 minus the exact KL (text)" in page
-    assert "k2 minus the exact KL (text)" not in page  # it is the exact one: nothing to be seen
+    assert "k2 minus the exact KL (text)" not in page  # k2 equals the exact KL in this run
     assert "entropy (tool)" in page
 
 
-def test_of_a_dialogue_without_a_tool_all_own_tokens_are_shown_as_text(stored):
-    data = stored[2].isel(stratum=[0]).assign_coords(stratum=["all"])
-    shown = dict(dialogue._drawn_series(data))
-    assert "k1 minus the exact KL (text)" in shown
-    np.testing.assert_array_equal(shown["entropy (text)"], data["entropy"].sel(stratum="all"))
+def test_without_tools_all_policy_tokens_are_shown_as_text(dialogue_run):
+    data = dialogue_run[2].isel(stratum=[0]).assign_coords(stratum=["all"])
+    series = dict(dialogue._drawn_series(data))
+    assert "k1 minus the exact KL (text)" in series
+    np.testing.assert_array_equal(series["entropy (text)"], data["entropy"].sel(stratum="all"))
 
 
-def test_the_first_signal_is_found_where_it_was_planted(stored):
-    run = load(stored[0])
-    found = first_signals(run)
-    mine = found[found.condition == "lr_spike 100"].set_index("channel")
+def test_the_first_signal_is_at_the_planted_step(dialogue_run):
+    run = load(dialogue_run[0])
+    signals = first_signals(run)
+    rows_by_channel = signals[signals.condition == "lr_spike 100"].set_index("channel")
     times = run.metrics[run.metrics.condition == "lr_spike 100"].collapse_time.to_numpy()
     assert np.isfinite(times).all()
-    planted = mine.loc["entropy[text]"]
+    planted = rows_by_channel.loc["entropy[text]"]
     assert (planted.collapsed, planted.after_onset) == (SEEDS, 7)
     assert planted.warned == (times >= ONSET + 7).sum()
     assert planted.lead == np.median(times - ONSET - 7)
-    assert "layer_gradient_norm[0]" not in mine.index  # it never moves
-    assert not any(name.startswith("shown_") for name in mine.index)
-    first = earliest(found, 2)
-    assert len(first) == 2 * found.condition.nunique()
-    assert list(first.condition.unique()) == list(found.condition.unique())
+    assert "layer_gradient_norm[0]" not in rows_by_channel.index  # it is constant
+    assert not any(name.startswith("shown_") for name in rows_by_channel.index)
+    first = earliest(signals, 2)
+    assert len(first) == 2 * signals.condition.nunique()
+    assert list(first.condition.unique()) == list(signals.condition.unique())
     assert not any(rows.channel.str.partition("[")[0].duplicated().any() for _, rows in first.groupby("condition"))
 
 
-def test_limits_are_of_each_control_against_the_others(stored):
-    """By hand: one channel, float64, no pooling over steps where the spread is the same everywhere."""
-    run = load(stored[0])
+def test_limits_come_from_each_control_scored_by_the_others(dialogue_run):
+    """Recomputes the limit of one channel in float64, with each control scored by the statistics of the others."""
+    run = load(dialogue_run[0])
     table = first_signals(run)
     control = run.telemetry["performance"].values[:, 0].astype(float)
-    harsh = run.telemetry["performance"].values[:, 2].astype(float)
+    disturbed = run.telemetry["performance"].values[:, 2].astype(float)
     scores, limit = [], 0.0
     for seed in range(SEEDS):
         others = StepwiseStats.fit(np.delete(control, seed, 0))
         limit = max(limit, np.abs((control[seed] - others.mean) / others.std)[ONSET:].max())
-        scores.append(np.abs((harsh[seed] - others.mean) / others.std)[ONSET:])
+        scores.append(np.abs((disturbed[seed] - others.mean) / others.std)[ONSET:])
     first = [int(np.argmax(score > limit)) for score in scores]
-    mine = table[(table.condition == "lr_spike 100") & (table.channel == "performance")].iloc[0]
-    assert mine.after_onset == np.median(first)
-    assert mine.score == pytest.approx(np.median([s[f] for s, f in zip(scores, first, strict=True)]) / limit, rel=1e-5)
+    row = table[(table.condition == "lr_spike 100") & (table.channel == "performance")].iloc[0]
+    assert row.after_onset == np.median(first)
+    assert row.score == pytest.approx(np.median([s[f] for s, f in zip(scores, first, strict=True)]) / limit, rel=1e-5)
 
 
 @pytest.mark.exhaustive
-def test_the_runner_and_the_report_repeat_a_learners_remarks(tmp_path, monkeypatch, capsys):
-    """`remarks` gets the first chunk of undisturbed lanes, before the onset, and its sentences are told everywhere."""
+def test_a_learners_remarks_are_printed_stored_and_reported(tmp_path, monkeypatch, capsys):
+    """`remarks` gets the first chunk of the undisturbed lanes; its sentences are printed, stored and reported."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("jaxaudit.report.page.write_figures", lambda *_: None)
-    seen = []
+    received = []
 
     def remarks(telemetry):
-        seen.append(telemetry["performance"])
+        received.append(telemetry["performance"])
         return ["it <begins> badly, so read on"]
 
     factory = registry.learners["quadratic"]
@@ -243,10 +250,10 @@ def test_the_runner_and_the_report_repeat_a_learners_remarks(tmp_path, monkeypat
     Path("spec.toml").write_text(spec)
     assert cli.main(["run", "spec.toml"]) == 0
     assert capsys.readouterr().err.count("note: it <begins> badly, so read on\n") == 1
-    assert len(seen) == 2
-    assert seen[0].shape == (3, 4)
-    np.testing.assert_array_equal(*seen)
+    assert len(received) == 2
+    assert received[0].shape == (3, 4)
+    np.testing.assert_array_equal(*received)
     data = load(Path("runs/small")).telemetry["performance"]
-    np.testing.assert_array_equal(seen[0], data.values[:, 0, :4])
+    np.testing.assert_array_equal(received[0], data.values[:, 0, :4])
     assert json.loads(Path("runs/small/environment.json").read_text())["remarks"] == ["it <begins> badly, so read on"]
     assert "<li>It &lt;begins&gt; badly, so read on.</li>" in Path("runs/small/report.html").read_text()

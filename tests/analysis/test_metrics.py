@@ -1,4 +1,4 @@
-"""Metrics against an independent float64 implementation, written with loops straight from the definitions."""
+"""The metrics against an independent float64 implementation, written as loops from the definitions."""
 
 import math
 
@@ -51,7 +51,7 @@ def naive_metrics(J, onset, W, hold):
     edge = mean - 2 * std
     broken = next((t for t in range(onset, T) if not math.isfinite(J[t])), None)
 
-    def out(t):
+    def is_out(t):
         return (broken is not None and t >= broken) or J[t] < edge
 
     time, censored = math.inf, False
@@ -59,7 +59,7 @@ def naive_metrics(J, onset, W, hold):
         time = math.nan if broken is None else float(broken)
     else:
         for t in range(onset, T):
-            if all(out(s) for s in range(t, min(t + hold, T))):
+            if all(is_out(s) for s in range(t, min(t + hold, T))):
                 time, censored = float(t), T - t < hold and broken is None
                 break
 
@@ -71,15 +71,15 @@ def naive_metrics(J, onset, W, hold):
             rate = (J[-1] - lowest) / (mean - lowest)
 
     if math.isnan(mean):
-        back = math.nan
+        recovery = math.nan
     elif broken is not None:
-        back = math.inf
+        recovery = math.inf
     else:
-        left = next((t for t in range(onset, T) if out(t)), None)
-        if left is None:
-            back = -1.0
+        first_out = next((t for t in range(onset, T) if is_out(t)), None)
+        if first_out is None:
+            recovery = -1.0
         else:
-            back = next((float(t - onset) for t in range(left, T) if not out(t)), math.inf)
+            recovery = next((float(t - onset) for t in range(first_out, T) if not is_out(t)), math.inf)
 
     spike = math.nan
     if onset >= W and naive_index(J, onset - 1, W) > 0:
@@ -87,11 +87,11 @@ def naive_metrics(J, onset, W, hold):
         if not any(math.isnan(v) for v in after):
             spike = max(after) / naive_index(J, onset - 1, W)
     early = math.nan if math.isnan(time) else float(time < T / 2)
-    return dict(zip(NAMES, (mean, std, time, censored, early, rate, back, spike), strict=True))
+    return dict(zip(NAMES, (mean, std, time, censored, early, rate, recovery, spike), strict=True))
 
 
 def random_curves():
-    """Curves of several kinds at random onsets: (kind, J, onset)."""
+    """Yields curves of several kinds with random onsets, as (kind, J, onset)."""
     rng = np.random.default_rng(7)
     t = np.arange(STEPS)
     for i in range(220):
@@ -114,7 +114,7 @@ def random_curves():
 
 
 def flat(onset=60, level=0.0):
-    """Mean `level`, sigma exactly 1: alternating +-1 around it."""
+    """A curve that alternates between `level` - 1 and `level` + 1, so that its standard deviation is exactly 1."""
     return level + np.where(np.arange(STEPS) % 2 == 0, 1.0, -1.0), onset
 
 
@@ -130,7 +130,7 @@ def with_value(value, *where):
     return curve, onset
 
 
-HAND_MADE = {
+EXPLICIT_CURVES = {
     "never": flat(),
     "constant": (np.full(STEPS, 0.1), 60),
     "constant-then-lower": (np.where(np.arange(STEPS) < 60, 0.1, 0.0999), 60),
@@ -173,7 +173,7 @@ HAND_MADE = {
 
 @pytest.fixture(scope="module")
 def evaluated():
-    cases = [(name, *pair) for name, pair in HAND_MADE.items()] + list(random_curves())
+    cases = [(name, *pair) for name, pair in EXPLICIT_CURVES.items()] + list(random_curves())
     names, curves, onsets = zip(*cases, strict=True)
     series = np.stack(curves).astype(np.float32)
     return names, series, onsets, jax.tree.map(np.asarray, LANES(series, np.array(onsets)))
@@ -181,60 +181,66 @@ def evaluated():
 
 @pytest.mark.parametrize("metric", NAMES)
 def test_metrics_equal_the_naive_reference(evaluated, metric):
-    names, series, onsets, found = evaluated
+    names, series, onsets, result = evaluated
     assert len(names) >= 250
     for i, name in enumerate(names):
         expected = naive_metrics(series[i], onsets[i], WINDOW, HOLD)[metric]
-        # The mean of a large J is itself rounded to float32; everything else is relative to its fluctuation.
+        # The mean of a large J is rounded to float32; the other metrics depend on its fluctuations only.
         np.testing.assert_allclose(
-            float(found[metric][i]), expected, rtol=2e-4, atol=1e-6, err_msg=f"{metric} of {name} (case {i})"
+            float(result[metric][i]), expected, rtol=2e-4, atol=1e-6, err_msg=f"{metric} of {name} (case {i})"
         )
 
 
-def test_random_curves_reach_every_outcome(evaluated):
-    _, _, _, found = evaluated
-    time, rate, back = found["collapse_time"], found["recovery_rate"], found["recovery_time"]
-    for some in (np.isnan(time), np.isinf(time), np.isfinite(time), np.isnan(rate), np.isfinite(rate)):
-        assert some.sum() > 5
-    for some in (back == -1, np.isinf(back), back > 0, found["collapse_censored"], found["diverged"] == 1):
-        assert some.sum() > 5
+def test_random_curves_cover_every_outcome(evaluated):
+    _, _, _, result = evaluated
+    time, rate, recovery = result["collapse_time"], result["recovery_rate"], result["recovery_time"]
+    for mask in (np.isnan(time), np.isinf(time), np.isfinite(time), np.isnan(rate), np.isfinite(rate)):
+        assert mask.sum() > 5
+    for mask in (
+        recovery == -1,
+        np.isinf(recovery),
+        recovery > 0,
+        result["collapse_censored"],
+        result["diverged"] == 1,
+    ):
+        assert mask.sum() > 5
 
 
-def test_hand_made_outcomes(evaluated):
-    names, _, _, found = evaluated
+def test_explicit_curves_have_the_expected_outcomes(evaluated):
+    names, _, _, result = evaluated
 
-    def of(name, metric):
-        return float(found[metric][names.index(name)])
+    def value_of(name, metric):
+        return float(result[metric][names.index(name)])
 
-    assert of("hold-less-one", "collapse_time") == np.inf
-    assert of("hold", "collapse_time") == 70
-    assert of("last-step", "collapse_time") == STEPS - 1
-    assert of("last-step", "collapse_censored") == 1
-    assert of("last-hold-steps", "collapse_censored") == 0
-    assert of("exactly-on-the-edge", "collapse_time") == np.inf
-    assert of("nan-after", "collapse_time") == 90
-    assert of("nan-last", "collapse_censored") == 0
-    assert of("nan-while-down", "collapse_time") == 70
-    assert of("nan-before-and-after", "collapse_time") == 120
-    assert of("constant", "collapse_time") == np.inf
-    assert of("constant", "recovery_time") == -1
-    assert of("constant-then-lower", "collapse_time") == 60
-    assert of("rises", "recovery_time") == -1
-    assert of("hold", "recovery_time") == 70 + HOLD - 60
-    assert of("to-the-end", "recovery_time") == np.inf
+    assert value_of("hold-less-one", "collapse_time") == np.inf
+    assert value_of("hold", "collapse_time") == 70
+    assert value_of("last-step", "collapse_time") == STEPS - 1
+    assert value_of("last-step", "collapse_censored") == 1
+    assert value_of("last-hold-steps", "collapse_censored") == 0
+    assert value_of("exactly-on-the-edge", "collapse_time") == np.inf
+    assert value_of("nan-after", "collapse_time") == 90
+    assert value_of("nan-last", "collapse_censored") == 0
+    assert value_of("nan-while-down", "collapse_time") == 70
+    assert value_of("nan-before-and-after", "collapse_time") == 120
+    assert value_of("constant", "collapse_time") == np.inf
+    assert value_of("constant", "recovery_time") == -1
+    assert value_of("constant-then-lower", "collapse_time") == 60
+    assert value_of("rises", "recovery_time") == -1
+    assert value_of("hold", "recovery_time") == 70 + HOLD - 60
+    assert value_of("to-the-end", "recovery_time") == np.inf
 
 
 def test_every_nan_has_a_reason(evaluated):
-    names, series, onsets, found = evaluated
+    names, series, onsets, result = evaluated
     for i, name in enumerate(names):
-        values = {metric: found[metric][i] for metric in found}
+        values = {metric: result[metric][i] for metric in result}
         reasons = metrics.explain(series[i], onsets[i], settings=SETTINGS, values=values)
         assert set(reasons) == {k for k, v in values.items() if np.isnan(v)}, name
         assert not any("overflow" in text for text in reasons.values()), (name, reasons)
 
 
 @pytest.mark.parametrize(
-    ("name", "metric", "words"),
+    ("name", "metric", "message"),
     [
         ("nan-just-before", "collapse_time", "at step 59"),
         ("onset-1", "pre_mean", "at least 2 steps"),
@@ -245,9 +251,9 @@ def test_every_nan_has_a_reason(evaluated):
         ("to-the-end", "recovery_rate", "fully collapsed"),
     ],
 )
-def test_reasons_name_the_cause(name, metric, words):
-    curve, onset = HAND_MADE[name]
-    assert words in metrics.explain(curve.astype(np.float32), onset, settings=SETTINGS)[metric]
+def test_reasons_name_the_cause(name, metric, message):
+    curve, onset = EXPLICIT_CURVES[name]
+    assert message in metrics.explain(curve.astype(np.float32), onset, settings=SETTINGS)[metric]
 
 
 @pytest.mark.parametrize("onset", [-1, STEPS, STEPS + 5])
@@ -258,19 +264,19 @@ def test_onset_outside_the_run_is_nan(onset):
         assert "outside" in metrics.explain(flat()[0], onset, settings=SETTINGS, values=values)[name]
 
 
-@pytest.mark.parametrize("bad", [None, 100])
-def test_instability_index_equals_the_naive_reference(bad):
+@pytest.mark.parametrize("broken_step", [None, 100])
+def test_instability_index_equals_the_naive_reference(broken_step):
     rng = np.random.default_rng(3)
     curves = np.stack([offset + 0.02 * rng.normal(size=STEPS) for offset in (0, 1e4, -3e4)]).astype(np.float32)
     curves = np.concatenate([curves, curves.cumsum(1)])
-    if bad is not None:
-        curves[:, bad] = [np.nan, np.inf, -np.inf] * 2
-    found = jax.jit(jax.vmap(lambda x: metrics.instability_index(x, window=WINDOW)))(curves)
+    if broken_step is not None:
+        curves[:, broken_step] = [np.nan, np.inf, -np.inf] * 2
+    result = jax.jit(jax.vmap(lambda x: metrics.instability_index(x, window=WINDOW)))(curves)
     expected = [[naive_index([float(v) for v in row], t, WINDOW) for t in range(STEPS)] for row in curves]
-    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    np.testing.assert_allclose(result, expected, rtol=1e-4)
 
 
-def test_huge_offset_keeps_its_small_standard_deviation():
+def test_a_small_standard_deviation_survives_a_huge_offset():
     x = (1e4 + 1e-2 * np.random.default_rng(0).normal(size=STEPS)).astype(np.float32)
     _, std = jax.jit(metrics.pre_onset_level)(x, 100)
     assert float(std) == pytest.approx(x[50:100].astype(np.float64).std(), rel=1e-5)
@@ -314,40 +320,40 @@ def test_divergence_probability():
 
 
 def naive_deviation(h, onset, horizon, control=None, matrix=None):
-    best = 0.0
+    largest = 0.0
     for t in range(onset, min(onset + horizon, len(h) - 1) + 1):
-        moved = h[t] - h[onset]
+        displacement = h[t] - h[onset]
         if control is not None:
-            moved = moved - (control[t] - control[onset])
+            displacement = displacement - (control[t] - control[onset])
         if matrix is not None:
-            moved = moved @ matrix
-        best = max(best, math.sqrt(sum(float(v) ** 2 for v in moved)))
-    return best
+            displacement = displacement @ matrix
+        largest = max(largest, math.sqrt(sum(float(v) ** 2 for v in displacement)))
+    return largest
 
 
 @pytest.mark.parametrize("onset", [0, 17, STEPS - 30, STEPS - 1])
 @pytest.mark.parametrize("options", [(), ("control",), ("matrix",), ("control", "matrix")])
-def test_meta_state_deviation(onset, options):
+def test_meta_state_deviation_equals_the_naive_reference(onset, options):
     rng = np.random.default_rng(onset)
     h, control = rng.normal(size=(2, STEPS, 4)).cumsum(1)
-    given = {"control": control, "matrix": rng.normal(size=(4, 4))}
-    expected = naive_deviation(h, onset, 60, **{k: given[k] for k in options})
+    arrays = {"control": control, "matrix": rng.normal(size=(4, 4))}
+    expected = naive_deviation(h, onset, 60, **{k: arrays[k] for k in options})
     names = {"control": "control", "matrix": "whitening"}
-    found = DEVIATION(h, onset, horizon=60, **{names[k]: given[k] for k in options})
-    assert float(found) == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    result = DEVIATION(h, onset, horizon=60, **{names[k]: arrays[k] for k in options})
+    assert float(result) == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-def test_meta_state_deviation_shows_a_nan_in_its_horizon_only():
+def test_meta_state_deviation_is_nan_only_for_nan_within_its_horizon():
     h = np.zeros((STEPS, 3))
     h[100] = np.nan
-    for onset, hidden in ((20, True), (100, False), (101, True), (40, False)):
-        assert np.isnan(DEVIATION(h, onset, horizon=60)) != hidden
+    for onset, finite in ((20, True), (100, False), (101, True), (40, False)):
+        assert np.isnan(DEVIATION(h, onset, horizon=60)) != finite
     values = EVALUATE(flat()[0], 60, settings=SETTINGS, latents=h)
     reasons = metrics.explain(flat()[0], 60, settings=SETTINGS, values=values)
     assert "latent" in reasons["meta_state_deviation"]
 
 
-def test_one_lane_s_nan_reaches_no_other(evaluated):
+def test_nan_in_one_lane_does_not_change_other_lanes(evaluated):
     _, series, onsets, _ = evaluated
     clean = np.random.default_rng(0).normal(size=series.shape).astype(np.float32)
     broken = clean.copy()
@@ -357,10 +363,10 @@ def test_one_lane_s_nan_reaches_no_other(evaluated):
         np.testing.assert_array_equal(np.delete(a[name], 1), np.delete(b[name], 1), err_msg=name)
 
 
-def test_settings_say_what_a_run_is_too_short_for():
+def test_settings_warn_about_runs_that_are_too_short():
     settings = metrics.MetricSettings()
     assert settings.validate(1000, 300) == settings.validate(1000, 600) == []
-    for steps, onset, words in [
+    for steps, onset, message in [
         (100, 100, "outside"),
         (1000, 1, "at least 2"),
         (1000, 30, "spike_intensity is NaN"),
@@ -368,13 +374,13 @@ def test_settings_say_what_a_run_is_too_short_for():
         (1000, 901, "every collapse is censored"),
         (1000, 500, "meta_state_deviation is cut short"),
     ]:
-        assert any(words in text for text in settings.validate(steps, onset, latents=True)), words
+        assert any(message in warning for warning in settings.validate(steps, onset, latents=True)), message
 
 
-@pytest.mark.parametrize("wrong", [{"window": 1}, {"hold": 0}, {"horizon": 0}, {"window": 2.5}, {"hold": True}])
-def test_settings_refuse_what_makes_no_sense(wrong):
+@pytest.mark.parametrize("options", [{"window": 1}, {"hold": 0}, {"horizon": 0}, {"window": 2.5}, {"hold": True}])
+def test_settings_refuse_invalid_values(options):
     with pytest.raises(ValueError, match="must be an integer of at least"):
-        metrics.MetricSettings(**wrong)
+        metrics.MetricSettings(**options)
 
 
 def test_a_batch_of_lanes_without_vmap_is_refused():

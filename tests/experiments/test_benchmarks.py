@@ -1,4 +1,4 @@
-"""Every benchmark that needs nothing but this package still runs."""
+"""Every benchmark that needs no package besides this one still runs."""
 
 import argparse
 import importlib.util
@@ -36,17 +36,17 @@ def test_a_benchmark_runs(command):
     subprocess.run([sys.executable, BENCHMARKS / script, "--quick", *options], check=True, capture_output=True)
 
 
-def test_what_is_found_is_written_with_the_options_it_was_found_with(tmp_path, capsys):
+def test_results_are_stored_with_their_options(tmp_path, capsys):
     spec = importlib.util.spec_from_file_location("benchmarks_common", BENCHMARKS / "common.py")
     common = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = common
     spec.loader.exec_module(common)
     file = tmp_path / "results" / "found.json"
-    other = {"python": sys.executable, "trl_python": sys.executable}
-    options = argparse.Namespace(quick=True, before=Path("that/one"), lanes=3, json=file, **other)
+    interpreters = {"python": sys.executable, "trl_python": sys.executable}
+    options = argparse.Namespace(quick=True, before=Path("that/one"), lanes=3, json=file, **interpreters)
     common.finish(options, "| a table |", {"training": common.Timing((1.5, 2.0))})
-    found = json.loads(file.read_text())
-    assert found["options"] == {"quick": True, "before": "that/one", "lanes": 3}
-    assert found["training"] == [1.5, 2.0]
-    assert set(found) == {"options", "machine", "training"}
+    stored = json.loads(file.read_text())
+    assert stored["options"] == {"quick": True, "before": "that/one", "lanes": 3}
+    assert stored["training"] == [1.5, 2.0]
+    assert set(stored) == {"options", "machine", "training"}
     assert "| a table |" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The census of the package: what may not come back, and that its picture is of the imports there are."""
+"""The census of the package: counts that must stay low, and a picture that must agree with the imports."""
 
 import sys
 
@@ -18,25 +18,25 @@ def census(monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_counts_that_may_not_rise(census, capsys, monkeypatch):
+def test_cycles_and_repeated_names_stay_absent(census, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["census.py", "--lists"])
     census.main()
-    text = capsys.readouterr().out
-    found = {line[9:]: int(line[:7].replace(",", "")) for line in text.partition("\n\n")[0].splitlines()}
-    assert found["cycles between packages"] == 0
-    assert found["class names that occur more than once"] == 0
-    assert found["modules at the top"] == 1, "__main__"
-    assert found["files"] > 100
+    printed = capsys.readouterr().out
+    counts = {line[9:]: int(line[:7].replace(",", "")) for line in printed.partition("\n\n")[0].splitlines()}
+    assert counts["cycles between packages"] == 0
+    assert counts["class names that occur more than once"] == 0
+    assert counts["modules at the top"] == 1, "__main__"
+    assert counts["files"] > 100
 
 
-def test_a_cycle_and_a_short_docstring_would_be_seen(census):
+def test_the_census_detects_cycles_and_short_docstrings(census):
     assert census.cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
     assert census.cycles({"a": {"b"}, "b": set()}) == []
     tree = census.ast.parse('"""A module with a docstring of more than six words."""\ndef f():\n    """Too short."""')
     assert list(census.short_docstrings("m", tree)) == [(True, "m.f", "Too short.")]
 
 
-def test_the_picture_is_that_of_the_imports(census):
+def test_the_picture_agrees_with_the_imports(census):
     import picture
 
-    assert (CENSUS / "packages.svg").read_text() == picture.drawn(), "python picture.py packages.svg"
+    assert (CENSUS / "packages.svg").read_text() == picture.picture_svg(), "run python picture.py packages.svg"

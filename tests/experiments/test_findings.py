@@ -1,4 +1,4 @@
-"""The findings' scripts, on numbers whose answer is known."""
+"""The scripts of experiments/findings, on data whose correct result is known."""
 
 import numpy as np
 import pandas as pd
@@ -12,15 +12,15 @@ FOLDER = EXPERIMENTS / "findings"
 
 @pytest.fixture(autouse=True)
 def scripts(monkeypatch):
-    """They are found by name, and what one registers is not known to other tests."""
+    """Makes the scripts importable by name, and undoes what they register."""
     monkeypatch.setattr(registry.perturbations, "_entries", dict(registry.perturbations._entries))
     for folder in (FOLDER.parent, FOLDER):
         monkeypatch.syspath_prepend(str(folder))
 
 
 @pytest.fixture
-def few(monkeypatch):
-    """Fewer repetitions of the bootstraps."""
+def few_repetitions(monkeypatch):
+    """Lowers the number of bootstrap repetitions."""
     import basics
     import dissociation
 
@@ -29,7 +29,7 @@ def few(monkeypatch):
 
 
 def configurations(harm_of, count=12, seeds=6):
-    """Rows of lanes whose final performance is the configuration's number, and whose loss is `harm_of` it."""
+    """Rows of lanes: a configuration's final performance grows with its number, and `harm_of` gives the share lost."""
     rows = []
     for point in range(count):
         for seed in range(seeds):
@@ -51,27 +51,27 @@ def configurations(harm_of, count=12, seeds=6):
 
 
 @pytest.mark.parametrize(("sign", "expected"), [(1, 1.0), (-1, -1.0)])
-def test_harm_that_follows_performance_has_rank_correlation_one(few, sign, expected):
+def test_harm_that_follows_performance_has_rank_correlation_one(few_repetitions, sign, expected):
     import dissociation
 
     rows = configurations(lambda point, seed: 0.5 + sign * point / 30)
-    told = dissociation.tell(rows, "a").set_index("harm")
-    lost = told.loc[dissociation.HARMS["lost"]]
+    table = dissociation.correlation_table(rows, "a").set_index("harm")
+    lost = table.loc[dissociation.HARMS["lost"]]
     assert lost["rho"] == pytest.approx(expected)
     assert np.sign(lost["low"]) == np.sign(lost["high"]) == sign
 
 
-def test_harm_apart_from_performance_has_an_interval_around_zero(few):
+def test_harm_apart_from_performance_has_an_interval_around_zero(few_repetitions):
     import dissociation
 
     generator = np.random.default_rng(1)
     harm = generator.uniform(0, 1, (40, 6))
     rows = configurations(lambda point, seed: harm[point, seed], count=40)
-    lost = dissociation.tell(rows, "a").set_index("harm").loc[dissociation.HARMS["lost"]]
+    lost = dissociation.correlation_table(rows, "a").set_index("harm").loc[dissociation.HARMS["lost"]]
     assert lost["low"] < 0 < lost["high"]
 
 
-def test_a_lane_that_became_nan_has_lost_all_and_what_gains_nothing_is_left_out():
+def test_nan_lanes_lose_everything_and_lanes_without_gain_are_left_out():
     import dissociation
 
     rows = configurations(lambda point, seed: 0.0)
@@ -83,7 +83,7 @@ def test_a_lane_that_became_nan_has_lost_all_and_what_gains_nothing_is_left_out(
     assert (table.lost.drop(3) == 0).all()
 
 
-def test_partial_rank_correlation_takes_away_what_the_third_explains():
+def test_partial_rank_correlation_removes_a_common_cause():
     import dissociation
 
     generator = np.random.default_rng(0)
@@ -93,7 +93,7 @@ def test_partial_rank_correlation_takes_away_what_the_third_explains():
     assert abs(dissociation.rank_correlation(a, b, cause)) < 0.15
 
 
-def test_profiles_of_one_shape_are_alike_and_their_size_is_a_distance():
+def test_likeness_compares_shapes_and_distance_compares_sizes():
     import manifold
 
     shape = np.sin(np.linspace(0, 3, 40))
@@ -105,7 +105,7 @@ def test_profiles_of_one_shape_are_alike_and_their_size_is_a_distance():
     assert np.isnan(manifold.likeness([shape, np.zeros(40)]))
 
 
-def test_a_fall_is_told_from_a_rise_and_from_nothing(few):
+def test_falls_rises_and_unchanged_profiles_are_distinguished(few_repetitions):
     import manifold
 
     generator = np.random.default_rng(0)
@@ -113,40 +113,40 @@ def test_a_fall_is_told_from_a_rise_and_from_nothing(few):
     z["falls"][:, manifold.BEFORE :] -= 2
     z["rises"][:, manifold.BEFORE :] += 2
     seeds = [str(i) for i in range(12)]
-    found = manifold.Profiles(z, dict.fromkeys(z, seeds), dict.fromkeys(z, 0))
-    rows, alike = manifold.tell("a", found, "x_grad")
+    profiles = manifold.Profiles(z, dict.fromkeys(z, seeds), dict.fromkeys(z, 0))
+    rows, consistent = manifold.condition_rows("a", profiles, "x_grad")
     assert [row["verdict"] for row in rows] == list(z)
-    assert (alike["falls"], alike["rises"]) == (1, 1)
+    assert (consistent["falls"], consistent["rises"]) == (1, 1)
 
 
 def test_a_lane_that_became_nan_keeps_its_last_value():
     import manifold
 
     series = np.array([[1.0, 2.0, np.nan, np.nan], [np.nan, 1.0, 2.0, np.inf]])
-    assert np.array_equal(manifold.held(series), [[1, 2, 2, 2], [0, 1, 2, 2]])
+    assert np.array_equal(manifold.fill_forward(series), [[1, 2, 2, 2], [0, 1, 2, 2]])
 
 
-def test_an_alarm_is_before_at_or_after_the_collapse_or_never_given():
+def test_an_alarm_comes_before_at_or_after_the_collapse_or_never():
     import ordering
 
     rows = pd.DataFrame({"late_alarm": [10, 20, 30, -1], "collapse_time": [20.0] * 4})
     leads = ordering.lead(rows)
     assert list(leads) == [10, 0, -10, -np.inf]
     assert list(ordering.when(leads)) == ["before", "at", "after", "never"]
-    assert ordering.middle(leads, np.array([1, 1, 1, 0])) == 0
-    assert ordering.middle(leads, np.array([3, 1, 1, 0])) == 10
+    assert ordering.weighted_median(leads, np.array([1, 1, 1, 0])) == 0
+    assert ordering.weighted_median(leads, np.array([3, 1, 1, 0])) == 10
 
 
-def test_others_alarms_count_between_a_collapsed_lanes_onset_and_collapse():
+def test_alarms_of_other_lanes_count_between_onset_and_collapse():
     import ordering
 
     others = pd.DataFrame({"fold": [0, 0, 0, 0, 1]})
     collapsed = pd.DataFrame({"fold": [0], "onset": [5], "collapse_time": [10.0]})
     first = np.array([4, 5, 9, 10, 7])
-    assert ordering.elsewhere(others, first, collapsed) == 0.5
+    assert ordering.share_in_window(others, first, collapsed) == 0.5
 
 
-def test_the_deviation_is_table_s5s_from_the_latent_that_the_window_opens_on():
+def test_the_deviation_starts_from_the_latent_before_the_onset():
     import deviation
 
     from jaxaudit.analysis.metrics import meta_state_deviation
@@ -155,12 +155,12 @@ def test_the_deviation_is_table_s5s_from_the_latent_that_the_window_opens_on():
     latent, control = generator.normal(size=(2, 60, 4))
     matrix = generator.normal(size=(4, 4))
     control[:25] = latent[:25]
-    found = deviation.distances(latent, control, 25, matrix)
+    distances = deviation.distances(latent, control, 25, matrix)
     raw = meta_state_deviation(latent, 24, horizon=60)
     corrected = meta_state_deviation(latent, 24, horizon=60, control=control, whitening=matrix)
-    assert found["raw"].max() == pytest.approx(float(raw), rel=1e-5)
-    assert found["corrected"].max() == pytest.approx(float(corrected), rel=1e-5)
-    assert not found["raw"][:25].any()
+    assert distances["raw"].max() == pytest.approx(float(raw), rel=1e-5)
+    assert distances["corrected"].max() == pytest.approx(float(corrected), rel=1e-5)
+    assert not distances["raw"][:25].any()
 
 
 def test_a_collapse_at_the_onset_has_no_step_before_it():
@@ -168,14 +168,14 @@ def test_a_collapse_at_the_onset_has_no_step_before_it():
 
     steps = np.arange(100.0)
     table = pd.DataFrame({"seed": [0, 1, 2], "onset": 50, "collapse_time": [50.0, 60.0, np.inf]})
-    found = deviation.Moved(table, {"raw": np.tile(np.where(steps >= 50, steps, 0), (3, 1))})
-    over = deviation.largest(found, "raw")
-    assert list(over["whole"]) == [99, 99, 99]
-    assert np.array_equal(over["before collapse, or the end"], [np.nan, 59, 99], equal_nan=True)
-    assert np.array_equal(over["before collapse, or same"], [np.nan, 59, 59], equal_nan=True)
+    moved = deviation.Displacement(table, {"raw": np.tile(np.where(steps >= 50, steps, 0), (3, 1))})
+    maxima = deviation.largest(moved, "raw")
+    assert list(maxima["whole"]) == [99, 99, 99]
+    assert np.array_equal(maxima["before collapse, or the end"], [np.nan, 59, 99], equal_nan=True)
+    assert np.array_equal(maxima["before collapse, or same"], [np.nan, 59, 59], equal_nan=True)
 
 
-def test_a_control_lane_that_goes_astray_does_not_set_the_unit():
+def test_one_outlying_control_lane_does_not_set_the_spread():
     import manifold
 
     control = np.random.default_rng(0).normal(0, 2, (20, 200))

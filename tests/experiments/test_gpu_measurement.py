@@ -1,4 +1,4 @@
-"""The measurement on a GPU (`experiments/gpu`): its schedule, its table, and on CPUs a rehearsal of the whole."""
+"""The measurement on a GPU (`experiments/gpu`): its schedule, its table, and a rehearsal of all of it on CPUs."""
 
 import argparse
 import json
@@ -21,13 +21,12 @@ import table  # noqa: E402
 
 
 def part(kind: str, state: str) -> SimpleNamespace:
-    """A part that compiles, waits, measures or has ended."""
     planned = measure_gpu.Planned("name", "script function", kind, 1)
     return SimpleNamespace(planned=planned, compiles=state == "compiles", measures=state == "measures")
 
 
 @pytest.mark.parametrize(
-    ("kind", "others", "may"),
+    ("kind", "others", "allowed"),
     [
         ("device", [], True),
         ("device", [("device", "compiles")], True),
@@ -41,9 +40,9 @@ def part(kind: str, state: str) -> SimpleNamespace:
         ("audit", [("device", "measures")], False),
     ],
 )
-def test_the_device_is_one_parts_at_a_time(kind, others, may):
+def test_only_one_part_at_a_time_measures_on_the_device(kind, others, allowed):
     candidate = part(kind, "waits")
-    assert measure_gpu.may_begin(candidate, [candidate, *(part(*other) for other in others)]) is may
+    assert measure_gpu.may_begin(candidate, [candidate, *(part(*other) for other in others)]) is allowed
 
 
 def selected(**options) -> list[measure_gpu.Planned]:
@@ -52,21 +51,21 @@ def selected(**options) -> list[measure_gpu.Planned]:
     )
 
 
-def test_parts_go_in_waves():
+def test_parts_are_ordered_by_wave():
     assert {planned.name for planned in selected()} == {planned.name for planned in measure_gpu.PARTS}
     assert [planned.wave for planned in selected()] == sorted(planned.wave for planned in measure_gpu.PARTS)
     assert {planned.wave for planned in selected(waves=[2, 3])} == {2, 3}
     assert [planned.name for planned in selected(only=["bits", "facts"])] == ["facts", "bits"]
 
 
-def test_a_rehearsal_runs_every_function_that_the_measurement_does():
+def test_a_rehearsal_runs_every_function_of_the_measurement():
     def functions(parts):
         return {tuple(planned.call.split()[:2]) for planned in parts}
 
     assert functions(selected(tiny=True)) == functions(selected())
 
 
-def test_a_part_is_late_before_its_turn_and_after_it():
+def test_a_part_is_late_if_it_is_not_ready_or_its_turn_is_over():
     running = object.__new__(measure_gpu.Running)
     running.planned = measure_gpu.Planned("name", "script function", "device", ready=10, turn=5)
     running.begun, running.ready, running.turn_ends = 0.0, False, None
@@ -105,25 +104,25 @@ FIGURES = [
 ]
 
 
-def test_the_table_has_targets_ratios_and_what_failed():
-    text = table.markdown(FIGURES)
-    assert "| 1.0 | grpo | GRPO on hop, 0.1M | 1024 | 6,000 lane iterations/s | 5000 |" in text
-    assert "grpo: GRPO on hop, 0.1M, 1024 lanes / TRL GRPO, 0.1M: 400; target 300" in text
-    assert "beside 2 others" in text
-    assert "bits, grpo: another process has the same bits" in text
-    assert "bits, gpt2: another process has OTHER bits" in text
-    assert "failed not ready / in time" in text
-    assert "done" not in text
+def test_the_table_has_targets_ratios_and_failures():
+    markdown = table.markdown(FIGURES)
+    assert "| 1.0 | grpo | GRPO on hop, 0.1M | 1024 | 6,000 lane iterations/s | 5000 |" in markdown
+    assert "grpo: GRPO on hop, 0.1M, 1024 lanes / TRL GRPO, 0.1M: 400; target 300" in markdown
+    assert "beside 2 others" in markdown
+    assert "bits, grpo: another process has the same bits" in markdown
+    assert "bits, gpt2: another process has OTHER bits" in markdown
+    assert "failed not ready / in time" in markdown
+    assert "done" not in markdown
 
 
-def test_rehearsed_specs_are_the_measured_ones_made_small():
+def test_rehearsal_changes_match_the_specs_exactly_once():
     for name, changes in audits.TINY.items():
         text = (GPU / "audits" / f"{name}.toml").read_text()
         assert all(text.count(before) == 1 for before, _ in changes)
 
 
-def test_a_part_that_fails_or_sleeps_stops_no_other(tmp_path, monkeypatch):
-    """Three parts of one wave: one ends with an exception, one is late, one is measured."""
+def test_a_failing_or_late_part_does_not_stop_the_others(tmp_path, monkeypatch):
+    """One wave has three parts: one raises an exception, one is late, and one is measured."""
     (tmp_path / "quick.py").write_text(
         "import time\n"
         "def fails(part): raise ValueError('no such thing')\n"
@@ -143,15 +142,15 @@ def test_a_part_that_fails_or_sleeps_stops_no_other(tmp_path, monkeypatch):
     arguments = argparse.Namespace(only=None, tiny=False, waves=[1], side_by_side=3, seconds=40)
     assert measure_gpu.run(arguments, tmp_path, time.monotonic()) == []
     figures = [json.loads(line) for line in (tmp_path / "figures.jsonl").read_text().splitlines()]
-    found = {(figure["part"], figure["what"]): figure for figure in figures}
-    assert "no such thing" in found["broken", "part"]["failed"]
-    assert found["slow", "stopped"]["failed"] == "took too long"
-    assert found["good", "a rate"]["rate"] == 7.0
-    assert 0 < found["good", "a rate"]["left"] <= 30
+    by_part = {(figure["part"], figure["what"]): figure for figure in figures}
+    assert "no such thing" in by_part["broken", "part"]["failed"]
+    assert by_part["slow", "stopped"]["failed"] == "took too long"
+    assert by_part["good", "a rate"]["rate"] == 7.0
+    assert 0 < by_part["good", "a rate"]["left"] <= 30
     assert "for the log" in (tmp_path / "log.txt").read_text()
 
 
-def test_equality_is_of_bits_but_for_the_payload_of_a_nan():
+def test_equality_is_bitwise_except_for_nan_payloads():
     nan = np.array([0x7FC00001], np.uint32).view(np.float32)
     assert checks.equal({"a": nan}, {"a": np.float32([np.nan])})
     assert not checks.equal({"a": np.float32([0.0])}, {"a": np.float32([-0.0])})
@@ -160,7 +159,7 @@ def test_equality_is_of_bits_but_for_the_payload_of_a_nan():
     assert checks.digest({"a": np.float32([0.0])}) != checks.digest({"b": np.float32([0.0])})
 
 
-def test_errors_are_relative_to_a_channels_largest_value_in_the_controls_first_steps():
+def test_errors_are_relative_to_the_largest_value_in_the_first_steps():
     left = np.float32([[[4.0, -8.0, 0.0], [9.0, 9.0, 9.0]]])  # [seed, condition, step]
     right = np.float32([[[4.0, -8.4, 5.0], [0.0, 0.0, 0.0]]])
     assert checks.relative_errors({"a": left}, {"a": right}, steps=2)["a"] == pytest.approx(0.05)
@@ -169,8 +168,8 @@ def test_errors_are_relative_to_a_channels_largest_value_in_the_controls_first_s
 
 
 @pytest.mark.slow
-def test_a_rehearsal(tmp_path):
-    chosen = ["facts", "quadratic", "grpo", "gpt2", "ppo", "bits", "physics", "folder", "halfcheetah"]
+def test_a_rehearsal_completes_every_part(tmp_path):
+    parts = ["facts", "quadratic", "grpo", "gpt2", "ppo", "bits", "physics", "folder", "halfcheetah"]
     command = [
         sys.executable,
         str(GPU / "measure_gpu.py"),
@@ -179,16 +178,16 @@ def test_a_rehearsal(tmp_path):
         "--seconds",
         "900",
         "--only",
-        *chosen,
+        *parts,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1000, check=True)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=1000, check=True)
     figures = [json.loads(line) for line in (tmp_path / "figures.jsonl").read_text().splitlines()]
     assert [figure for figure in figures if "failed" in figure] == []
-    assert {figure["part"] for figure in figures if figure["what"] == "done"} == set(chosen)
+    assert {figure["part"] for figure in figures if figure["what"] == "done"} == set(parts)
     [bits] = [figure for figure in figures if figure["part"] == "bits" and "digest" in figure]
     assert all(bits[name] for name in ("twice_equal", "neutral_is_control", "nan_stays_in_its_lane"))
     [resumed] = [figure for figure in figures if "equal" in figure]
     assert resumed["equal"]
     assert {figure["exit_code"] for figure in figures if "exit_code" in figure} == {0}
     assert (tmp_path / "audit-halfcheetah.tar.gz").exists()
-    assert "quadratic" in done.stdout
+    assert "quadratic" in process.stdout

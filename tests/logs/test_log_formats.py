@@ -1,4 +1,4 @@
-"""What is read from separated values, JSON lines and TensorBoard's event files, and how they are told apart."""
+"""Reading of separated values, JSON lines and TensorBoard event files, and recognition of the format."""
 
 import math
 import struct
@@ -17,7 +17,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
-def test_separated_values_are_those_that_pandas_wrote(tmp_path, delimiter, end):
+def test_separated_values_equal_what_pandas_wrote(tmp_path, delimiter, end):
     random = np.random.default_rng(0)
     table = pd.DataFrame(random.normal(size=(50, 3)) * 10.0 ** random.integers(-300, 300, (50, 3)), columns=list("abc"))
     table.loc[3, "b"] = math.nan
@@ -35,34 +35,34 @@ def test_separated_values_are_those_that_pandas_wrote(tmp_path, delimiter, end):
     assert log.notes == ()
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_name(tmp_path):
+def test_a_byte_order_mark_is_not_part_of_the_first_name(tmp_path):
     log = log_of(tmp_path, b"\xef\xbb\xbfstep,loss\r\n0,1\r\n1,2\r\n")
     assert log.channels == ("loss",)
     log = log_of(tmp_path, b'\xef\xbb\xbf{"step": 0, "loss": 1}\n', "a.jsonl")
     assert log.channels == ("loss",)
 
 
-def test_a_quoted_name_may_have_the_delimiter(tmp_path):
+def test_a_quoted_name_may_contain_the_delimiter(tmp_path):
     log = log_of(tmp_path, 'step,"norm, of all","say ""loss"""\n0,1,2\n1,3,4\n')
     assert log.channels == ("norm, of all", 'say "loss"')
     log = log_of(tmp_path, "step\tf(a,b)\tloss\n0\t1\t2\n1\t3\t4\n", "a.tsv")
     assert log.channels == ("f(a,b)", "loss")
 
 
-def test_words_for_numbers_and_for_none(tmp_path):
+def test_words_for_numbers_and_for_missing_values(tmp_path):
     log = log_of(tmp_path, "step,a\n0,true\n1,False\n2,NaN\n3,None\n4,\n5,-inf\n6, 1e3 \n7,n/a\n8,Infinity\n")
     steps = [0, 1, 2, 5, 6, 8]
     np.testing.assert_array_equal(log.steps, steps)
     np.testing.assert_array_equal(log.values[:, 0], [1, 0, math.nan, -math.inf, 1000, math.inf])
 
 
-def test_columns_that_are_not_of_numbers_are_left_out_and_named(tmp_path):
+def test_non_numeric_columns_are_left_out_and_named(tmp_path):
     log = log_of(tmp_path, "step,loss,phase,host\n0,1.0,warm,a\n1,2.0,3,b\n")
     assert log.channels == ("loss",)
     assert log.notes == ("left out because they are not numeric: phase, host",)
 
 
-def test_the_index_of_a_table_is_no_channel(tmp_path):
+def test_the_index_column_of_pandas_is_no_channel(tmp_path):
     path = tmp_path / "a.csv"
     pd.DataFrame({"step": [5, 6, 7], "loss": [1.0, 2.0, 3.0]}).to_csv(path)
     log = read(path)
@@ -70,13 +70,13 @@ def test_the_index_of_a_table_is_no_channel(tmp_path):
     assert log.notes == ("a column without a name is left out",)
 
 
-def test_comments_before_the_header_are_passed_over(tmp_path):
+def test_comments_before_the_header_are_skipped(tmp_path):
     log = log_of(tmp_path, '#{"t_start": 1.5, "env_id":"Ant-v5"}\nr,l,t\n1.5,10,0.1\n2.5,11,0.2\n')
     assert log.channels == ("r", "l", "t")
     np.testing.assert_array_equal(log.values, [[1.5, 10, 0.1], [2.5, 11, 0.2]])
 
 
-def test_rows_of_training_and_of_evaluation_at_one_step_are_merged(tmp_path):
+def test_training_and_evaluation_rows_of_one_step_are_merged(tmp_path):
     log = log_of(tmp_path, "step,train,val\n0,1.0,\n10,2.0,\n10,,0.5\n20,3.0,\n20,,0.25\n")
     np.testing.assert_array_equal(log.values, [[1, math.nan], [2, 0.5], [3, 0.25]])
     assert log.notes == ()
@@ -85,7 +85,7 @@ def test_rows_of_training_and_of_evaluation_at_one_step_are_merged(tmp_path):
 # JSON lines
 
 
-def test_json_lines_are_as_json_wrote_them(tmp_path):
+def test_json_lines_equal_what_json_wrote(tmp_path):
     random = np.random.default_rng(1)
     rows = [{"step": k, "loss": float(random.normal()), "n": 2**40 + k, "ok": k % 2 == 0} for k in range(20)]
     rows[3]["loss"], rows[4]["loss"], rows[5]["loss"] = math.nan, math.inf, -math.inf
@@ -94,7 +94,7 @@ def test_json_lines_are_as_json_wrote_them(tmp_path):
     np.testing.assert_array_equal(log.values, [[r["loss"], r["n"], r["ok"]] for r in rows])
 
 
-def test_objects_in_objects_are_flattened(tmp_path):
+def test_nested_objects_are_flattened(tmp_path):
     text = lines(
         {"step": 0, "train": {"loss": 1.0, "grad": {"norm": 2.0}}, "lr": 0.1},
         {"step": 1, "train": {"loss": 3.0, "grad": {"norm": 4.0}}, "lr": 0.1},
@@ -104,7 +104,7 @@ def test_objects_in_objects_are_flattened(tmp_path):
     np.testing.assert_array_equal(log.values, [[1, 2, 0.1], [3, 4, 0.1]])
 
 
-def test_lines_of_different_keys_at_one_step_are_merged(tmp_path):
+def test_lines_with_different_keys_at_one_step_are_merged(tmp_path):
     rows = [
         {"step": 0, "loss": 1.0, "time": 0.0},
         {"step": 10, "loss": 2.0, "time": 1.0},
@@ -113,13 +113,13 @@ def test_lines_of_different_keys_at_one_step_are_merged(tmp_path):
         {"step": 10, "late": 7.0},
     ]
     log = log_of(tmp_path, lines(*rows), "a.jsonl")
-    none = math.nan
+    missing = math.nan
     assert log.channels == ("loss", "time", "accuracy", "late")
-    np.testing.assert_array_equal(log.values, [[1, 0, none, none], [2, 1.5, 0.5, 7], [3, 2, none, none]])
+    np.testing.assert_array_equal(log.values, [[1, 0, missing, missing], [2, 1.5, 0.5, 7], [3, 2, missing, missing]])
     assert log.notes == ()
 
 
-def test_lists_and_texts_are_left_out_null_is_none(tmp_path):
+def test_lists_and_texts_are_left_out_and_null_is_missing(tmp_path):
     rows = [{"step": 0, "a": [1, 2], "b": 1.0, "c": None}, {"step": 1, "a": [3], "b": None, "c": 2, "d": "x"}]
     log = log_of(tmp_path, lines(*rows), "a.jsonl")
     assert log.channels == ("b", "c")
@@ -139,7 +139,7 @@ def test_lines_without_a_step_are_left_out(tmp_path):
     assert log.notes == ("left out because they have no 'step': 2 of 4 lines",)
 
 
-def test_a_line_of_texts_alone_is_no_row(tmp_path):
+def test_a_line_without_numbers_is_no_row(tmp_path):
     rows = [{"step": 0, "loss": 1.0}, {"step": 7, "event": "checkpoint saved"}, {"step": 10, "loss": 2.0}]
     log = log_of(tmp_path, lines(*rows), "a.jsonl")
     np.testing.assert_array_equal(log.steps, [0, 10])
@@ -148,13 +148,13 @@ def test_a_line_of_texts_alone_is_no_row(tmp_path):
 # TensorBoard
 
 
-def test_scalars_of_older_and_of_newer_writers(tmp_path):
+def test_scalars_of_older_and_newer_event_writers(tmp_path):
     values = np.float32(np.random.default_rng(2).normal(size=(30, 2)))
     path = write_events(
         tmp_path, [(10 * k, [scalar("loss", a), tensor("return", b)]) for k, (a, b) in enumerate(values)]
     )
-    for place in (path, tmp_path):
-        log = read(place)
+    for source in (path, tmp_path):
+        log = read(source)
         assert log.channels == ("loss", "return")
         np.testing.assert_array_equal(log.steps, 10 * np.arange(30))
         np.testing.assert_array_equal(log.values, values)
@@ -162,7 +162,7 @@ def test_scalars_of_older_and_of_newer_writers(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float16, np.int32, np.int64, np.bool_])
-def test_tensors_of_other_types(tmp_path, dtype):
+def test_scalar_tensors_of_other_types(tmp_path, dtype):
     write_events(tmp_path, [(k, [tensor("a", np.asarray(k, dtype))]) for k in range(2)])
     np.testing.assert_array_equal(read(tmp_path).values[:, 0], [0, 1])
     content = tensor_pb2.TensorProto(dtype=types_pb2.DT_DOUBLE, tensor_content=struct.pack("<d", 0.1))
@@ -171,7 +171,7 @@ def test_tensors_of_other_types(tmp_path, dtype):
     assert read(tmp_path / "content").values[0, 0] == 0.1
 
 
-def test_tensors_that_make_no_sense_are_left_out(tmp_path):
+def test_malformed_tensors_are_left_out(tmp_path):
     values = [scalar("loss", 1)]
     for dtype in range(24):
         for content in (b"", b"abc"):
@@ -181,21 +181,23 @@ def test_tensors_that_make_no_sense_are_left_out(tmp_path):
     assert read(tmp_path).values[0, 0] == 1
 
 
-def test_events_of_the_packages_own_writer_are_those_of_its_reader(tmp_path):
+def test_event_files_agree_with_tensorboards_own_loader(tmp_path):
     writer = EventFileWriter(str(tmp_path))
     for k in range(100):
         values = [scalar("x" * k, 1.0), scalar("loss", k / 7)] if k % 3 else [scalar("loss", k / 7)]
         writer.add_event(event_pb2.Event(step=k, summary=summary_pb2.Summary(value=values)))
     writer.close()
     (path,) = tmp_path.iterdir()
-    theirs = [(e.step, v.tag, v.simple_value) for e in LegacyEventFileLoader(str(path)).Load() for v in e.summary.value]
+    expected = [
+        (e.step, v.tag, v.simple_value) for e in LegacyEventFileLoader(str(path)).Load() for v in e.summary.value
+    ]
     log = read(path)
-    place = {tag: log.channels.index(tag) for tag in log.channels}
-    assert len(theirs) == np.isfinite(log.values).sum()
-    assert all(log.values[np.searchsorted(log.steps, step), place[tag]] == value for step, tag, value in theirs)
+    column = {tag: log.channels.index(tag) for tag in log.channels}
+    assert len(expected) == np.isfinite(log.values).sum()
+    assert all(log.values[np.searchsorted(log.steps, step), column[tag]] == value for step, tag, value in expected)
 
 
-def test_what_is_not_a_scalar_is_left_out(tmp_path):
+def test_values_that_are_not_scalars_are_left_out(tmp_path):
     histogram = summary_pb2.Summary.Value(tag="weights", histo=summary_pb2.HistogramProto(num=3))
     text = tensor("notes", np.asarray(b"hello"))
     vector = tensor("vector", np.ones(3, np.float32))
@@ -205,15 +207,15 @@ def test_what_is_not_a_scalar_is_left_out(tmp_path):
     assert log.notes == ("left out because they are not numeric: weights, notes, vector",)
 
 
-def test_files_of_a_folder_follow_each_other_as_they_were_begun(tmp_path):
+def test_event_files_of_a_folder_are_read_in_order_of_their_start(tmp_path):
     write_events(tmp_path, [(k, [scalar("loss", 2)]) for k in range(5, 10)], begin=2000.0, name="tfevents.1")
     write_events(tmp_path, [(k, [scalar("loss", 1)]) for k in range(8)], begin=1000.0, name="tfevents.2")
     write_events(tmp_path, [(k, [scalar("eval", 3)]) for k in range(0, 10, 5)], begin=3000.0, name="tfevents.3")
     log = read(tmp_path)
     np.testing.assert_array_equal(log.values[:, 0], [1] * 5 + [2] * 5)
     np.testing.assert_array_equal(log.steps[np.isfinite(log.values[:, 1])], [0, 5])
-    (note,) = log.notes
-    assert note.startswith("the log goes back from step 7 to 5, as after a restart")
+    (message,) = log.notes
+    assert message.startswith("the log goes back from step 7 to 5, as after a restart")
 
 
 def test_a_scalar_may_be_the_step(tmp_path):
@@ -223,44 +225,44 @@ def test_a_scalar_may_be_the_step(tmp_path):
     assert log.channels == ("step", "loss")
 
 
-def test_an_event_file_that_is_being_written(tmp_path):
+def test_an_event_file_being_written_is_read_without_its_last_event(tmp_path):
     path = write_events(tmp_path, [(k, [scalar("loss", k)]) for k in range(5)])
-    whole = path.read_bytes()
+    complete = path.read_bytes()
     for cut in (1, 5, 20, 30):
-        path.write_bytes(whole[:-cut])
+        path.write_bytes(complete[:-cut])
         log = read(path)
         np.testing.assert_array_equal(log.values[:, 0], range(4))
         assert log.notes == (f"event 6 of {path.name} is cut off, as if it were still being written, and is left out",)
 
 
-def test_a_damaged_event_file(tmp_path):
+def test_damaged_and_empty_event_files_are_refused(tmp_path):
     path = write_events(tmp_path, [(k, [scalar("loss", k)]) for k in range(3)])
-    whole = path.read_bytes()
-    for at in range(len(whole)):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+    complete = path.read_bytes()
+    for position in range(len(complete)):
+        path.write_bytes(complete[:position] + bytes([complete[position] ^ 4]) + complete[position + 1 :])
         assert "is damaged" in refusal(read, path)
-    path.write_bytes(whole + record(b"\xff" * 9))
+    path.write_bytes(complete + record(b"\xff" * 9))
     assert "event 5 is damaged" in refusal(read, path)
     path.write_bytes(b"step,loss\n0,1\n1,2\n")
     assert "event 1 is damaged, or this is not a TensorBoard event file" in refusal(read, path)
     path.write_bytes(b"")
-    for place in (path, tmp_path):
-        assert refusal(read, place) == f"{place} has no complete event"
-    path.write_bytes(whole[:30])
+    for source in (path, tmp_path):
+        assert refusal(read, source) == f"{source} has no complete event"
+    path.write_bytes(complete[:30])
     assert refusal(read, path) == f"{path} has no complete event"
 
 
-def test_without_the_package(tmp_path, monkeypatch):
+def test_without_tensorboard_the_message_says_how_to_install_it(tmp_path, monkeypatch):
     path = write_events(tmp_path, [(0, [scalar("loss", 1)])])
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     assert 'pip install "jaxaudit[tensorboard]"' in refusal(read, path)
 
 
-# Which format
+# Recognition of the format
 
 
 @pytest.mark.parametrize("name", ["log", "metrics.txt", "a.log"])
-def test_files_of_other_names_are_known_by_what_they_hold(tmp_path, name):
+def test_the_format_is_recognised_by_the_content(tmp_path, name):
     for text in ("step;loss\n0;1\n1;2\n", lines({"step": 0, "loss": 1}, {"step": 1, "loss": 2})):
         np.testing.assert_array_equal(log_of(tmp_path, text, name).values[:, 0], [1, 2])
     (tmp_path / "runs").mkdir()

@@ -1,4 +1,4 @@
-"""Any file gives a log in order or one sentence."""
+"""Fuzzing: reading any file gives either a well-formed log or an error of one sentence."""
 
 import contextlib
 import json
@@ -20,8 +20,8 @@ from jaxaudit.runtime.errors import UserError
 FUZZ = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def survives(path: Path) -> None:
-    """Reading gives a log in order, or a UserError."""
+def check_reading(path: Path) -> None:
+    """Reads a file, and checks that the result is a well-formed log or a UserError of one line."""
     try:
         log = read(path)
     except UserError as error:
@@ -56,19 +56,19 @@ SEPARATED = st.text(st.sampled_from('ab1.,;\t\n\r# \x00\x0b\x85"\N{LINE SEPARATO
 
 @FUZZ
 @given(st.one_of(SEPARATED, st.lists(st.tuples(CELLS, CELLS), min_size=2).map(lambda rows: separated(*rows))))
-def test_separated_values_without_quotes_are_what_the_csv_module_reads(text):
+def test_unquoted_values_are_split_as_by_the_csv_module(text):
     path = Path("a.csv")
     try:
-        quickly = structured._split_unquoted(path, text)
+        rows = structured._split_unquoted(path, text)
     except UserError as error:
         with pytest.raises(UserError, match=re.escape(str(error))):
             structured._parse_csv(path, text)
         return
-    if quickly is not None:
-        assert quickly == structured._parse_csv(path, text)
+    if rows is not None:
+        assert rows == structured._parse_csv(path, text)
 
 
-def test_most_separated_values_need_no_csv_module():
+def test_only_quoted_or_ragged_tables_need_the_csv_module():
     text = "# created by a trainer\n" + separated(("step", "loss"), *((i, i / 7) for i in range(100)))
     assert structured._split_unquoted(Path("a.csv"), text) == structured._parse_csv(Path("a.csv"), text) is not None
     assert structured._split_unquoted(Path("a.csv"), text.replace("0", '"0"')) is None
@@ -78,14 +78,14 @@ def test_most_separated_values_need_no_csv_module():
 
 @FUZZ
 @given(st.binary(max_size=200), NAMES)
-def test_bytes(tmp_path, data, name):
-    survives(written(tmp_path, data, name))
+def test_arbitrary_bytes(tmp_path, data, name):
+    check_reading(written(tmp_path, data, name))
 
 
 @FUZZ
 @given(st.text(max_size=200), NAMES)
-def test_text(tmp_path, text, name):
-    survives(written(tmp_path, text.encode("utf-8", "replace"), name))
+def test_arbitrary_text(tmp_path, text, name):
+    check_reading(written(tmp_path, text.encode("utf-8", "replace"), name))
 
 
 @FUZZ
@@ -94,8 +94,8 @@ def test_text(tmp_path, text, name):
     st.sampled_from(",;\t"),
     st.sampled_from(["\n", "\r\n"]),
 )
-def test_cells(tmp_path, rows, delimiter, end):
-    survives(written(tmp_path, end.join(delimiter.join(row) for row in [["step", "a", "b"], *rows])))
+def test_tables_of_arbitrary_cells(tmp_path, rows, delimiter, end):
+    check_reading(written(tmp_path, end.join(delimiter.join(row) for row in [["step", "a", "b"], *rows])))
 
 
 VALUES = st.recursive(
@@ -107,42 +107,42 @@ VALUES = st.recursive(
 
 @FUZZ
 @given(st.lists(st.dictionaries(st.sampled_from(["step", "a", "b", "c\n"]), st.integers(-3, 9) | VALUES), max_size=8))
-def test_objects(tmp_path, rows):
-    survives(written(tmp_path, lines(*rows), "a.jsonl"))
+def test_json_lines_of_arbitrary_values(tmp_path, rows):
+    check_reading(written(tmp_path, lines(*rows), "a.jsonl"))
 
 
 @FUZZ
 @given(st.integers(0, 300), st.binary(min_size=1, max_size=9))
-def test_damaged_events(tmp_path_factory, at, damage):
+def test_damaged_event_files(tmp_path_factory, position, damage):
     folder = tmp_path_factory.mktemp("damaged")
     path = write_events(folder, [(k, [scalar("a", k), tensor("b", np.float32(k))]) for k in range(4)])
     data = path.read_bytes()
-    path.write_bytes(data[:at] + damage + data[at + len(damage) :])
-    survives(path)
+    path.write_bytes(data[:position] + damage + data[position + len(damage) :])
+    check_reading(path)
 
 
 def mutated(data: bytes, random: np.random.Generator) -> bytes:
-    """Bytes of a log with a few of them, or of its lines, changed, gone, doubled or exchanged."""
+    """Returns a log with a few bytes or lines changed, removed, repeated or exchanged."""
     for _ in range(random.integers(1, 6)):
-        kind, at = random.integers(6), int(random.integers(len(data) + 1))
+        kind, position = random.integers(6), int(random.integers(len(data) + 1))
         length = int(random.integers(1, 30))
         rows = data.split(b"\n")
         if kind == 0:
-            data = data[:at] + data[at + length :]
+            data = data[:position] + data[position + length :]
         elif kind == 1:
-            data = data[:at] + ODD[random.integers(len(ODD))] + data[at:]
+            data = data[:position] + FRAGMENTS[random.integers(len(FRAGMENTS))] + data[position:]
         elif kind == 2:
-            data = data[:at] + data[at : at + length] * 3 + data[at + length :]
+            data = data[:position] + data[position : position + length] * 3 + data[position + length :]
         elif kind == 3:
-            data = data[:at] + bytes([random.integers(256)]) + data[at + 1 :]
+            data = data[:position] + bytes([random.integers(256)]) + data[position + 1 :]
         else:
-            one, other = random.integers(len(rows), size=2)
-            rows[one], rows[other] = rows[other], rows[one] if kind == 4 else rows[other]
+            first, second = random.integers(len(rows), size=2)
+            rows[first], rows[second] = rows[second], rows[first] if kind == 4 else rows[second]
             data = b"\n".join(rows)
     return data
 
 
-ODD = [
+FRAGMENTS = [
     b"nan",
     b"inf",
     b"1e999",
@@ -160,7 +160,7 @@ ODD = [
     b"step",
     b"[[[",
 ]
-ODD += [b"\xff", "\u2028".encode(), b"#", b":", b"=", b"null", b"tensor(", b"9" * 40, b"/300", b" " * 300]
+FRAGMENTS += [b"\xff", "\u2028".encode(), b"#", b":", b"=", b"null", b"tensor(", b"9" * 40, b"/300", b" " * 300]
 
 
 def logs_of_all_formats() -> list[tuple[str, bytes]]:
@@ -168,30 +168,30 @@ def logs_of_all_formats() -> list[tuple[str, bytes]]:
     table = "step,loss,seed\n" + "".join(f"{r['step']},{r['loss']},{r['seed']}\n" for r in rows)
     tidy = "field,value,step\n" + "".join(f"{name},{k},{k}\n" for k in range(4) for name in "ab")
     wide = '"Step","r - a","r - a__MIN"\n' + "".join(f"{k},{k},{k}\n" for k in range(4))
-    found = [
+    examples = [
         ("a.csv", table),
         ("a.csv", tidy),
         ("a.csv", wide),
         ("a.jsonl", lines(*rows)),
         ("a.json", json.dumps(rows)),
     ]
-    found += [("a.json", json.dumps({"log_history": rows})), ("a.json", json.dumps({"loss": [1, 2], "x": [3, 4]}))]
-    found += [("a.log", text) for text, _ in PRINTED.values()]
-    return [(name, text.encode()) for name, text in found]
+    examples += [("a.json", json.dumps({"log_history": rows})), ("a.json", json.dumps({"loss": [1, 2], "x": [3, 4]}))]
+    examples += [("a.log", text) for text, _ in PRINTED.values()]
+    return [(name, text.encode()) for name, text in examples]
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_mutated_logs(tmp_path, count):
-    random, whole = np.random.default_rng(count), logs_of_all_formats()
+def test_mutated_logs_of_all_formats(tmp_path, count):
+    random, examples = np.random.default_rng(count), logs_of_all_formats()
     for number in range(count):
-        name, data = whole[number % len(whole)]
-        survives(written(tmp_path, mutated(data, random), name))
+        name, data = examples[number % len(examples)]
+        check_reading(written(tmp_path, mutated(data, random), name))
 
 
 @pytest.mark.parametrize(
     "line", ["{'" * 50_000, "{" * 100_000, " " * 10**6, "a:" * 300_000, "step 1 " + "x 1 | " * 100_000, "'" * 10**6]
 )
 def test_long_lines_are_read_in_linear_time(tmp_path, line):
-    begun = time.perf_counter()
-    survives(written(tmp_path, f"step 0: loss 1\n{line}\nstep 1: loss 2\n", "a.log"))
-    assert time.perf_counter() - begun < 10
+    start = time.perf_counter()
+    check_reading(written(tmp_path, f"step 0: loss 1\n{line}\nstep 1: loss 2\n", "a.log"))
+    assert time.perf_counter() - start < 10

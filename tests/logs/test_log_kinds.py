@@ -1,4 +1,4 @@
-"""Logs as people have them: printed, of several runs, restarted, tidy, wide, with texts and with what is not finite."""
+"""Logs in the formats of common trainers: printed text, JSON, tidy and wide tables, several runs, non-finite values."""
 
 import json
 import math
@@ -14,10 +14,11 @@ from jaxaudit.logs.printed import find_dict
 
 
 def series(folder, text, name="a.log", step=None):
-    """Of each run's latest attempt: steps and values by channel."""
+    """Returns, for each run's latest attempt, the steps and values by channel."""
     log = logs.read(written(folder, text, name), step)
     return [
-        {name: (one.steps.tolist(), one.values.tolist()) for name, one in run.latest.series.items()} for run in log.runs
+        {name: (channel.steps.tolist(), channel.values.tolist()) for name, channel in run.latest.series.items()}
+        for run in log.runs
     ]
 
 
@@ -163,12 +164,12 @@ PRINTED = {
 
 @pytest.mark.parametrize("colour", [False, True])
 @pytest.mark.parametrize("name", PRINTED)
-def test_what_trainers_print(tmp_path, name, colour):
+def test_printed_logs_of_common_trainers(tmp_path, name, colour):
     text, expected = PRINTED[name]
     if colour:
         text = "".join(f"\x1b[1;36m{line}\x1b[0m\n" for line in text.split("\n"))
-    (found,) = series(tmp_path, text)
-    np.testing.assert_equal(found, expected)
+    (result,) = series(tmp_path, text)
+    np.testing.assert_equal(result, expected)
 
 
 @pytest.mark.parametrize(
@@ -181,19 +182,19 @@ def test_what_trainers_print(tmp_path, name, colour):
         "{'a': " * 20 + "1" + "}" * 20 + "\n",
     ],
 )
-def test_text_that_is_no_log_is_one_sentence(tmp_path, text):
+def test_text_without_metrics_is_refused(tmp_path, text):
     assert "no rows of metrics are recognised" in refusal(logs.read, written(tmp_path, text, "a.log"))
     assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize("line", ["step 1: loss: {}..", "step 1: loss=[{}x", "Epoch 1\nloss: {}.."])
-def test_digits_without_end_take_no_time(tmp_path, line):
-    begun = time.perf_counter()
+def test_long_digit_sequences_are_read_in_linear_time(tmp_path, line):
+    start = time.perf_counter()
     assert "recognised" in refusal(logs.read, written(tmp_path, line.format("1" * 20000) + "\n", "a.log"))
-    assert time.perf_counter() - begun < 10
+    assert time.perf_counter() - start < 10
 
 
-def test_dicts_are_read_by_a_grammar():
+def test_printed_dicts_are_parsed_without_eval():
     text = """ 5%| {"a": [1, -2.5e3, (True, None)], 'it\\'s': {'b': -inf}, 'c': tensor([1.0, 2.0]), } rest"""
     value, begin, end = find_dict(text)
     assert value == {"a": [1, -2500.0, [True, None]], "it's": {"b": -math.inf}, "c": [1.0, 2.0]}
@@ -205,7 +206,7 @@ def test_dicts_are_read_by_a_grammar():
 # Documents and folders
 
 
-def test_histories_in_json(tmp_path):
+def test_training_histories_in_json(tmp_path):
     lists = {"loss": [1.0, 0.5], "val_loss": [2.0, 1.5]}
     sacred = {"loss": {"steps": [0, 10], "timestamps": ["x", "y"], "values": [1.0, 0.5]}}
     rows = {"config": {"lr": 0.1}, "training_history": [{"step": 0, "loss": 1.0}, {"step": 10, "loss": 0.5}]}
@@ -214,22 +215,22 @@ def test_histories_in_json(tmp_path):
     ]
     for document in (sacred, rows):
         for indent in (None, 1):
-            found = series(tmp_path, json.dumps(document, indent=indent), "a.json")
-            assert found == [{"loss": ([0, 10], [1, 0.5])}]
+            result = series(tmp_path, json.dumps(document, indent=indent), "a.json")
+            assert result == [{"loss": ([0, 10], [1, 0.5])}]
     assert "lists of different lengths" in refusal(series, tmp_path, json.dumps({"a": [1], "b": [1, 2]}), "a.json")
     deep = {"env": {"task": {"ippo": {"seed_0": {"step_count": 0}}}}}
     assert "is one JSON object" in refusal(series, tmp_path, json.dumps(deep), "a.json")
 
 
-def test_mlflows_folder(tmp_path):
+def test_a_metrics_folder_of_mlflow(tmp_path):
     metrics = tmp_path / "run" / "metrics"
     (metrics / "val").mkdir(parents=True)
     (metrics / "loss").write_text("1700 3.5 0\n1701 nan 1\n")
     (metrics / "val" / "loss").write_text("1700 2.5 1\n")
     (metrics / "link").symlink_to(written(tmp_path, "1 2 3\n", "elsewhere"))
-    for place in (tmp_path / "run", metrics):
-        (run,) = logs.read(place).runs
-        assert {name: one.steps.tolist() for name, one in run.latest.series.items()} == {
+    for source in (tmp_path / "run", metrics):
+        (run,) = logs.read(source).runs
+        assert {name: channel.steps.tolist() for name, channel in run.latest.series.items()} == {
             "loss": [0, 1],
             "val/loss": [1],
         }
@@ -237,7 +238,7 @@ def test_mlflows_folder(tmp_path):
     assert "is not a time, a value and a step" in refusal(logs.read, metrics)
 
 
-def test_verls_file_writes_nan_as_null_and_others_do_not(tmp_path):
+def test_null_means_nan_only_in_files_of_verl(tmp_path):
     verl = lines({"step": 1, "data": {"a": 1.0, "b": None}}, {"step": 2, "data": {"a": None, "b": 2.0}})
     np.testing.assert_equal(
         series(tmp_path, verl, "a.jsonl"), [{"a": ([1, 2], [1, math.nan]), "b": ([1, 2], [math.nan, 2])}]
@@ -246,7 +247,7 @@ def test_verls_file_writes_nan_as_null_and_others_do_not(tmp_path):
     assert series(tmp_path, other, "a.jsonl") == [{"a": ([1], [1]), "b": ([2], [2])}]
 
 
-def test_headers_after_a_comments_sign_and_again(tmp_path):
+def test_a_header_may_be_a_comment_and_may_be_repeated(tmp_path):
     log = logs.read(written(tmp_path, "# step,loss\n0,1\n1,2\n# step,loss\n2,3\n"))
     assert log.runs[0].latest.series["loss"].values.tolist() == [1, 2, 3]
     assert log.notes == ("line 4 repeats the header, as after a run was resumed",)
@@ -256,13 +257,13 @@ def test_headers_after_a_comments_sign_and_again(tmp_path):
     "name",
     ["current_steps", "training_iteration", "timesteps_total", "total timesteps", "rollout/step", "train/global_step"],
 )
-def test_columns_of_steps_of_other_frameworks(tmp_path, name):
+def test_step_columns_of_other_frameworks(tmp_path, name):
     log = logs.read(written(tmp_path, lines({name: 5, "x": 1}, {name: 10, "x": 2}), "a.jsonl"))
     assert (log.step, log.runs[0].latest.steps.tolist()) == (name, [5, 10])
 
 
-def test_of_several_columns_of_steps_an_epoch_is_not_the_first(tmp_path):
-    # As Lightning logs to W&B, and fairseq prints JSON.
+def test_other_step_columns_take_precedence_over_epochs(tmp_path):
+    # The first as Lightning logs to W&B, the second as fairseq prints JSON.
     for rows in (
         [{"epoch": k // 4, "trainer/global_step": 10 * k, "loss": k} for k in range(8)],
         [{"epoch": 1, "update": k / 10, "loss": f"{k}.5", "num_updates": f"{10 * k}"} for k in range(8)],
@@ -271,8 +272,8 @@ def test_of_several_columns_of_steps_an_epoch_is_not_the_first(tmp_path):
         assert log.runs[0].latest.series["loss"].steps.tolist() == [10 * k for k in range(8)]
 
 
-def test_rows_whose_step_is_in_another_column_are_left_out(tmp_path):
-    # As W&B's histories have it, where rows of a trainer and of its rollouts have steps of their own.
+def test_rows_without_the_requested_step_are_left_out(tmp_path):
+    # As in histories of W&B, where the rows of a trainer and those of its rollouts have separate steps.
     table = "_step,train/step,train/loss,reward\n0,,,1\n1,0,0.5,\n2,,,2\n3,1,1.5,\n"
     null = lines(*({"_step": k, "train/step": k // 2 if k % 2 else None, "train/loss": k / 2} for k in range(4)))
     for text, name in ((table, "a.csv"), (null, "a.jsonl")):
@@ -281,8 +282,8 @@ def test_rows_whose_step_is_in_another_column_are_left_out(tmp_path):
         assert str(log.left_out[0]).startswith("left out because they have no 'train/step': 2 of 4")
 
 
-def test_a_value_that_is_there_twice_is_said_where_the_second_differs(tmp_path):
-    # Lightning's and transformers' event files have an epoch with each of two groups of metrics.
+def test_repeated_values_are_noted_only_if_they_differ(tmp_path):
+    # The event files of Lightning and transformers repeat the epoch with each of two groups of metrics.
     rows = [{"step": k, **row} for k in range(5) for row in ({"val": k, "epoch": 0}, {"epoch": 0}, {"epoch": 0})]
     assert logs.read(written(tmp_path, lines(*rows), "a.jsonl")).notes == ()
     rows[-1]["epoch"] = 1
@@ -291,7 +292,7 @@ def test_a_value_that_is_there_twice_is_said_where_the_second_differs(tmp_path):
     )
 
 
-def test_steps_that_are_missing_are_said_where_there_is_a_usual_spacing(tmp_path):
+def test_missing_steps_are_noted_only_if_the_spacing_is_regular(tmp_path):
     notes = {
         (0, 10, 20, 50, 60): ("there is no telemetry from step 30 to 40; those steps count as missing",),
         (3, 40, 52, 111, 130, 131, 190): (),
@@ -300,21 +301,21 @@ def test_steps_that_are_missing_are_said_where_there_is_a_usual_spacing(tmp_path
         assert logs.read(written(tmp_path, lines(*({"step": k, "ret": 1} for k in steps)), "a.jsonl")).notes == expected
 
 
-def test_steps_of_so_many(tmp_path):
+def test_steps_may_be_given_with_their_maximum(tmp_path):
     log = logs.read(
         written(tmp_path, lines(*({"global_step/max_steps": f"{k}/300", "x": 1} for k in (5, 10))), "a.jsonl")
     )
     assert log.runs[0].latest.steps.tolist() == [5, 10]
 
 
-# Not finite is not absent
+# Non-finite values are not missing values
 
 
 WORDS = ["nan", "NaN", "inf", "-Infinity", "tensor(nan)", "np.float32(inf)", "OVERFLOW", "1,234.5", "No Log"]
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_a_word_in_a_column_of_numbers_is_a_value_that_is_not_finite(tmp_path, word):
+def test_words_in_a_numeric_column_are_non_finite_values(tmp_path, word):
     quoted = f'"{word}"'
     texts = {
         "a.csv": f"step,loss,x\n0,1,1\n1,2,1\n2,{quoted},1\n3,3,1\n",
@@ -325,12 +326,12 @@ def test_a_word_in_a_column_of_numbers_is_a_value_that_is_not_finite(tmp_path, w
         log = logs.read(written(tmp_path, text, name))
         loss = log.runs[0].latest.series["loss"]
         assert (loss.steps.tolist(), np.isfinite(loss.values).tolist()) == ([0, 1, 2, 3], [True, True, False, True])
-        odd = word in ("OVERFLOW", "1,234.5", "No Log")
-        assert any(f"'{word}', which is not a number" in note for note in log.notes) == odd
+        unrecognised = word in ("OVERFLOW", "1,234.5", "No Log")
+        assert any(f"'{word}', which is not a number" in note for note in log.notes) == unrecognised
 
 
 @pytest.mark.parametrize("cell", ["", " ", "None", "null", "n/a"])
-def test_a_blank_is_absent(tmp_path, cell):
+def test_blank_cells_are_missing_values(tmp_path, cell):
     log = logs.read(written(tmp_path, f"step,loss,x\n0,1,1\n1,{cell},1\n2,3,1\n"))
     assert log.runs[0].latest.series["loss"].steps.tolist() == [0, 2]
 
@@ -338,7 +339,7 @@ def test_a_blank_is_absent(tmp_path, cell):
 # Several runs in one file
 
 
-def test_runs_below_one_another_are_told_apart_by_a_column(tmp_path):
+def test_runs_in_one_file_are_separated_by_a_column(tmp_path):
     rows = [{"step": k, "seed": seed, "reward": 10 * seed + k} for seed in (1, 2) for k in range(3)]
     table = "step,seed,reward\n" + joined(f"{r['step']},{r['seed']},{r['reward']}" for r in rows)
     shuffled = [rows[i] for i in (0, 3, 1, 4, 2, 5)]
@@ -352,25 +353,25 @@ def test_runs_below_one_another_are_told_apart_by_a_column(tmp_path):
     assert len(logs.read(written(tmp_path, named)).runs) == 4
 
 
-def test_a_number_of_each_row_is_no_run(tmp_path):
+def test_a_column_that_differs_in_each_row_separates_no_runs(tmp_path):
     log = logs.read(written(tmp_path, "step,seed,loss\n" + joined(f"{k},{k + 7},{k}" for k in range(6))))
     assert len(log.runs) == 1
 
 
-def test_steps_that_begin_again_are_runs_and_those_that_go_back_are_attempts(tmp_path):
-    again = [{"step": k, "loss": run} for run in range(3) for k in range(5)]
-    log = logs.read(written(tmp_path, lines(*again), "a.jsonl"))
+def test_steps_from_the_start_are_runs_and_steps_back_are_attempts(tmp_path):
+    restarting = [{"step": k, "loss": run} for run in range(3) for k in range(5)]
+    log = logs.read(written(tmp_path, lines(*restarting), "a.jsonl"))
     assert [run.name for run in log.runs] == [f"{tmp_path / 'a.jsonl'} (run {n} of 3)" for n in (1, 2, 3)]
     assert [run.latest.series["loss"].values.tolist() for run in log.runs] == [[n] * 5 for n in range(3)]
-    back = [{"step": k, "loss": 0} for k in range(6)] + [{"step": k, "loss": 1} for k in range(3, 8)]
-    (run,) = logs.read(written(tmp_path, lines(*back), "a.jsonl")).runs
+    returning = [{"step": k, "loss": 0} for k in range(6)] + [{"step": k, "loss": 1} for k in range(3, 8)]
+    (run,) = logs.read(written(tmp_path, lines(*returning), "a.jsonl")).runs
     first, second = run.attempts
     assert (first.begins, first.series["loss"].values.tolist()) == (0, [0] * 6)
     assert (second.begins, second.series["loss"].steps.tolist()) == (3, list(range(8)))
     assert second.series["loss"].values.tolist() == [0] * 3 + [1] * 5
 
 
-def test_tables_with_a_line_for_each_metric(tmp_path):
+def test_tidy_tables_with_a_line_for_each_metric(tmp_path):
     rows = [(name, k * (1 if name == "a" else -1), 10 * k) for k in range(3) for name in "ab"]
     expected = [{"a": ([0, 10, 20], [0, 1, 2]), "b": ([0, 10, 20], [0, -1, -2])}]
     for field, value in (("field", "value"), ("metric", "value"), ("Tag", "Value")):
@@ -381,7 +382,7 @@ def test_tables_with_a_line_for_each_metric(tmp_path):
     assert [run["a"][1] for run in series(tmp_path, seeds, "a.csv")] == [[1, 2, 3], [2, 3, 4]]
 
 
-def test_wide_exports_of_wandb(tmp_path):
+def test_wide_tables_exported_by_wandb(tmp_path):
     names = ["Step", *(f"run-{r} - loss{end}" for r in (1, 2) for end in ("", "__MIN", "__MAX"))]
     rows = ["0,1.0,0.9,1.1,,,", "1,0.5,0.4,0.6,2.0,2.0,2.0"]
     log = logs.read(written(tmp_path, joined([",".join(f'"{n}"' for n in names), *rows])))
@@ -393,20 +394,20 @@ def test_wide_exports_of_wandb(tmp_path):
 # The command
 
 
-def test_what_is_read_is_said(tmp_path, capsys):
+def test_the_read_command_summarizes_a_log(tmp_path, capsys):
     path = written(tmp_path, "step,loss,host\n0,1,a\n1,nan,a\n0,2,b\n1,3,b\n2,oops,b\n")
     assert main(["read", str(path)]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == f"{path}: separated values, steps are 'step'"
-    assert [line.split() for line in said if line.strip().startswith("loss")] == [
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == f"{path}: separated values, steps are 'step'"
+    assert [line.split() for line in printed if line.strip().startswith("loss")] == [
         ["loss", "0", "1", "2", "1", "1"],
         ["loss", "0", "2", "3", "1", "1"],
     ]
-    assert any("left out because they are not numeric: host" in line for line in said)
+    assert any("left out because they are not numeric: host" in line for line in printed)
     assert main(["read", "--json", str(path), str(path)]) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert first == second
     assert [len(run["attempts"]) for run in first["runs"]] == [1, 1]
-    told = first["runs"][1]["attempts"][0]["channels"]["loss"]
-    assert told == {"first": 0, "last": 2, "values": 3, "every": 1, "not_finite": 1}
+    channel_summary = first["runs"][1]["attempts"][0]["channels"]["loss"]
+    assert channel_summary == {"first": 0, "last": 2, "values": 3, "every": 1, "not_finite": 1}
     assert main(["read", str(tmp_path / "no.csv")]) == 2

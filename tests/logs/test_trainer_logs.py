@@ -1,8 +1,8 @@
-"""Logs of trainers of language models: TRL's, of small runs of its GRPO, and lines as verl writes them.
+"""Logs of language model trainers: stored logs of small GRPO runs of TRL, and lines in the formats of verl.
 
-The runs of TRL are those of experiments/dialogues/trl_logs.py (TRL 1.16, transformers 5.23, torch 2.13): seven clean
-ones, and one whose learning rate is 100 times what it logs from update 16 on. verl is not installed here: its lines
-are written as its code does, `FileLogger` in verl/utils/tracking.py and `concat_dict_to_str` in
+The runs of TRL were trained by experiments/dialogues/trl_logs.py (TRL 1.16, transformers 5.23, torch 2.13). Seven are
+clean. In the eighth, the learning rate is 100 times the logged one from update 16 on. verl is not installed, so its
+lines are written as in its code: `FileLogger` in verl/utils/tracking.py and `concat_dict_to_str` in
 verl/utils/logger/aggregate_logger.py, with names from verl/trainer/ppo/metric_utils.py.
 """
 
@@ -37,41 +37,45 @@ def trl(tmp_path_factory):
 # TRL
 
 
-def test_what_a_trainer_keeps_with_a_checkpoint_is_what_it_logged(trl):
-    kept, logged = (read(trl / "clean-0" / name) for name in ("trainer_state.json", "log.jsonl"))
-    np.testing.assert_array_equal(kept.steps, np.arange(1, 31))
-    assert set(kept.channels) >= {*LEARNED, "learning_rate", "num_tokens", "epoch", "rewards/says_yes/mean"}
-    assert kept.notes == logged.notes == (), "its last entry, of the whole run, has the last step and other names"
-    there = json.loads((trl / "clean-0" / "trainer_state.json").read_text())["log_history"]
+def test_the_state_stored_with_a_checkpoint_equals_the_log(trl):
+    checkpoint, logged = (read(trl / "clean-0" / name) for name in ("trainer_state.json", "log.jsonl"))
+    np.testing.assert_array_equal(checkpoint.steps, np.arange(1, 31))
+    assert set(checkpoint.channels) >= {*LEARNED, "learning_rate", "num_tokens", "epoch", "rewards/says_yes/mean"}
+    assert checkpoint.notes == logged.notes == (), (
+        "the last entry, a summary of the run, has the last step and other names"
+    )
+    history = json.loads((trl / "clean-0" / "trainer_state.json").read_text())["log_history"]
     for name in LEARNED:
-        np.testing.assert_array_equal(kept.values[:, kept.channels.index(name)], [e[name] for e in there[:-1]])
-    assert set(kept.channels) == set(logged.channels)
-    order = [kept.channels.index(name) for name in logged.channels]
-    np.testing.assert_array_equal(kept.values[:, order], logged.values)
-    runtime = kept.values[:, kept.channels.index("train_runtime")]
+        np.testing.assert_array_equal(
+            checkpoint.values[:, checkpoint.channels.index(name)], [e[name] for e in history[:-1]]
+        )
+    assert set(checkpoint.channels) == set(logged.channels)
+    order = [checkpoint.channels.index(name) for name in logged.channels]
+    np.testing.assert_array_equal(checkpoint.values[:, order], logged.values)
+    runtime = checkpoint.values[:, checkpoint.channels.index("train_runtime")]
     assert np.isnan(runtime[:-1]).all()
-    assert runtime[-1] == there[-1]["train_runtime"]
+    assert runtime[-1] == history[-1]["train_runtime"]
 
 
-def test_a_rate_100_times_what_is_logged_raises_an_alarm(trl, tmp_path, monkeypatch):
+def test_a_wrong_learning_rate_raises_an_alarm(trl, tmp_path, monkeypatch):
     monkeypatch.setattr("jaxaudit.report.page.write_figures", lambda *_: None)
     clean = [str(trl / f"clean-{seed}" / "trainer_state.json") for seed in range(6)]
-    given = [str(trl / run / "trainer_state.json") for run in ("disturbed", "clean-6")]
+    monitored = [str(trl / run / "trainer_state.json") for run in ("disturbed", "clean-6")]
     out = tmp_path / "out"
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        assert main(["monitor", *given, "--clean", *clean, "-o", str(out)]) == 0
+    with contextlib.redirect_stdout(io.StringIO()) as console_output:
+        assert main(["monitor", *monitored, "--clean", *clean, "-o", str(out)]) == 0
     alarms = pd.read_csv(out / "alarms.csv")
-    assert list(alarms.run) == given[:1]
+    assert list(alarms.run) == monitored[:1]
     assert 16 <= alarms.step[0] <= 22
     assert {name.split()[0] for name in alarms.channels[0].split(", ")} >= {"kl", "entropy"}
-    told = json.loads((out / "monitored.json").read_text())
-    assert set(told["channels"]) >= {*LEARNED} - {"step_time"}, "which is how fast the machine is"
-    assert "learning_rate" not in told["channels"], "it is the same in all runs, and in the disturbed one, too"
-    assert "left out, rising at every step like a clock or counter: epoch, num_tokens" in said.getvalue()
+    document = json.loads((out / "monitored.json").read_text())
+    assert set(document["channels"]) >= {*LEARNED} - {"step_time"}, "step_time depends on the machine"
+    assert "learning_rate" not in document["channels"], "the logged learning rate is the same in all runs"
+    assert "left out, rising at every step like a clock or counter: epoch, num_tokens" in console_output.getvalue()
 
 
 @pytest.mark.parametrize("indent", [None, 2])
-def test_a_document_is_read_however_it_is_laid_out(tmp_path, indent):
+def test_json_documents_are_read_with_any_indentation(tmp_path, indent):
     rows = [{"step": k, "loss": 0.5 * k, "nested": {"a": k}} for k in range(4)]
     rows[2]["loss"] = math.nan
     for name, document in (("trainer_state.json", {"epoch": 1.0, "log_history": rows}), ("rows.json", rows)):
@@ -98,7 +102,7 @@ def test_a_document_is_read_however_it_is_laid_out(tmp_path, indent):
         ('{\n"log_history": [{"step": 1}, ', "{}: line 1 is not a JSON object: '{{'"),
     ],
 )
-def test_documents_that_are_no_logs_are_refused_in_one_sentence(tmp_path, text, sentence):
+def test_documents_without_metrics_are_refused_in_one_sentence(tmp_path, text, sentence):
     path = written(tmp_path, text, "trainer_state.json")
     assert refusal(read, path) == sentence.format(path)
 
@@ -107,9 +111,9 @@ def test_documents_that_are_no_logs_are_refused_in_one_sentence(tmp_path, text, 
 
 
 def metrics(step):
-    """Of one step: floats, as torch's `item` gives them, NumPy's, as `reduce_metrics` gives them, counts, a flag."""
+    """Returns metrics of one step: floats as of torch's `item`, NumPy floats as of `reduce_metrics`, and counts."""
     random = np.random.default_rng(step)
-    found = {
+    values = {
         "actor/entropy": float(random.random()),
         "actor/pg_loss": np.float64(random.normal() * 1e-7),
         "actor/pg_clipfrac": np.float64(random.random()),
@@ -124,21 +128,21 @@ def metrics(step):
         "timing_s/step": random.random() * 30,
     }
     if step % 2 == 0:
-        found["val-core/openai/gsm8k/reward/mean@1"] = np.float64(random.random())
-    return found
+        values["val-core/openai/gsm8k/reward/mean@1"] = np.float64(random.random())
+    return values
 
 
 STEPS = range(1, 9)
 
 
 def file_line(data, step):
-    """`orjson.dumps({"step": step, "data": data}, option=orjson.OPT_SERIALIZE_NUMPY)`: compact, NaN is null."""
+    """Returns `orjson.dumps({"step": step, "data": data}, option=orjson.OPT_SERIALIZE_NUMPY)`, with NaN as null."""
     plain = {name: None if value != value else np.asarray(value).item() for name, value in data.items()}
     return json.dumps({"step": step, "data": plain}, separators=(",", ":")) + "\n"
 
 
 def console_line(data, step):
-    """As `concat_dict_to_str` has it."""
+    """Returns a line in the format of `concat_dict_to_str`."""
     output = [f"step:{step}"]
     output += [f"{k}:{pprint.pformat(v)}" for k, v in data.items() if isinstance(v, numbers.Number)]
     return " - ".join(output) + "\n"
@@ -147,12 +151,12 @@ def console_line(data, step):
 NOISE = "\x1b[36m(TaskRunner pid=7)\x1b[0m "
 
 
-def printed(with_noise):
-    """What a process prints, with Ray's prefixes, progress bars and other lines around the metrics."""
+def console_output(with_noise):
+    """Returns a process's output, optionally with Ray's prefixes, progress bars and other lines around the metrics."""
     text = "".join(console_line(metrics(step), step) for step in STEPS)
     if not with_noise:
         return text
-    loud = "".join(
+    noisy = "".join(
         f"Training Progress:  {step}%|█  | {step}/8 [00:10<01:30,  9.1s/it]{NOISE}{line}\n"
         f"{NOISE}{{'a': 1, 'step': 2}}\n"
         for step, line in enumerate(text.splitlines())
@@ -160,7 +164,7 @@ def printed(with_noise):
     return (
         "2026-01-29 11:20:04,321 INFO worker.py:1852 -- Started, a, b; c\n" * 200
         + f"{NOISE}global_step:7 - x:1\n"
-        + loud
+        + noisy
     )
 
 
@@ -169,26 +173,26 @@ def assert_metrics(log):
     assert log.notes == ()
     assert set(log.channels) == {name for step in STEPS for name in metrics(step)}
     for name in metrics(2):
-        told = log.values[:, log.channels.index(name)]
-        np.testing.assert_array_equal(told, [metrics(step).get(name, math.nan) for step in STEPS], err_msg=name)
+        values = log.values[:, log.channels.index(name)]
+        np.testing.assert_array_equal(values, [metrics(step).get(name, math.nan) for step in STEPS], err_msg=name)
 
 
-def test_the_file_that_verl_logs_to(tmp_path):
+def test_the_log_file_of_verl(tmp_path):
     text = "".join(file_line(metrics(step), step) for step in STEPS)
     assert_metrics(log_of(tmp_path, text, "experiment.jsonl"))
 
 
 @pytest.mark.parametrize("name", ["run.log", "stdout.txt", "nohup"])
 @pytest.mark.parametrize("with_noise", [False, True])
-def test_what_verl_prints(tmp_path, name, with_noise):
-    text = printed(with_noise)
+def test_the_console_output_of_verl(tmp_path, name, with_noise):
+    text = console_output(with_noise)
     assert ":np.float64(" in text
     assert_metrics(log_of(tmp_path, text, name))
 
 
-def test_what_verl_is_printing(tmp_path):
-    whole = printed(True)
-    cut = whole[: whole.rindex("val-core")]  # the last step's line, without its last value
+def test_incomplete_console_output_of_verl(tmp_path):
+    complete = console_output(True)
+    cut = complete[: complete.rindex("val-core")]  # the last step's line, without its last value
     log = log_of(tmp_path, cut[: cut.rindex(":")], "run.log")
     np.testing.assert_array_equal(log.steps, STEPS[:-1])
     assert log.notes == ("the last line has no line end, as if it were still being written, and is left out",)
@@ -196,7 +200,7 @@ def test_what_verl_is_printing(tmp_path):
     assert refusal(read, path) == f"{path} has no complete line"
 
 
-def test_separated_values_that_speak_of_steps_stay_such(tmp_path):
+def test_step_in_a_header_or_text_does_not_change_the_format(tmp_path):
     log = log_of(tmp_path, "step,loss,step:1 of\n0,1,2\n1,2,3\n", "a.txt")
     assert log.channels == ("loss", "step:1 of")
     assert log_of(tmp_path, lines({"step": 1, "note": "step:3 - a:1", "loss": 2}), "b").channels == ("loss",)

@@ -1,4 +1,4 @@
-"""A monitor inside the training program, and the interventions it sets off."""
+"""A monitor inside the training program, and the interventions that its alarms trigger."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ SMALL = LRU(size=2, hidden=(8,))
 
 @pytest.fixture(scope="module")
 def clean():
-    """Of seeds 100 and above."""
+    """Telemetry of undisturbed lanes, with seeds that the audits do not use."""
     return ja.audit(noisy_descent(), [], seeds=range(100, 160), steps=STEPS).telemetry.isel(condition=0)
 
 
@@ -46,7 +46,7 @@ def monitor(clean):
     return ja.Monitor.fit(clean, model=SMALL, training=Training(iterations=150))
 
 
-def watched(monitor, perturbations, **settings):
+def monitored_audit(monitor, perturbations, **settings):
     return ja.audit(noisy_descent(), perturbations, steps=STEPS, monitor=monitor, alpha=ALPHA, **settings).telemetry
 
 
@@ -55,9 +55,9 @@ def spike(magnitude):
 
 
 @pytest.fixture(scope="module")
-def rescued(monitor):
+def rescued_lanes(monitor):
     """A mild and a destructive spike, each alone and with an intervention."""
-    return watched(
+    return monitored_audit(
         monitor,
         [
             spike(1.2),
@@ -73,51 +73,51 @@ def rescued(monitor):
 
 
 def assert_online_is_offline(monitor, telemetry):
-    """The scores in the program, against those of what was stored; each alarm is a step after its score."""
-    outside = monitor.score(telemetry).score.transpose("seed", "condition", "step").values
-    inside = telemetry.monitor_score.values + monitor.threshold(ALPHA)
-    finite = np.isfinite(inside)
-    np.testing.assert_array_equal(finite, np.isfinite(outside))
+    """Checks scores of the program against scores of the stored telemetry, and that alarms follow one step later."""
+    offline = monitor.score(telemetry).score.transpose("seed", "condition", "step").values
+    online = telemetry.monitor_score.values + monitor.threshold(ALPHA)
+    finite = np.isfinite(online)
+    np.testing.assert_array_equal(finite, np.isfinite(offline))
     assert finite.mean() > 0.8
-    np.testing.assert_allclose(inside[finite], outside[finite], rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(online[finite], offline[finite], rtol=2e-3, atol=2e-3)
     raised = telemetry.monitor_score.values[..., :-1] > 0
     np.testing.assert_array_equal(telemetry.alarm.values[..., 1:] > 0, raised)
 
 
 @pytest.mark.exhaustive
-def test_the_score_inside_is_the_score_of_the_telemetry(monitor, rescued):
-    assert_online_is_offline(monitor, rescued)
+def test_scores_in_the_program_equal_scores_of_the_telemetry(monitor, rescued_lanes):
+    assert_online_is_offline(monitor, rescued_lanes)
 
 
-ONE = Chart(departure=(0.1,), outlier=(1.0,))
+CHART = Chart(departure=(0.1,), outlier=(1.0,))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "model", ["ensemble", pytest.param(ONE, marks=pytest.mark.exhaustive)], ids=["ensemble", "chart"]
+    "model", ["ensemble", pytest.param(CHART, marks=pytest.mark.exhaustive)], ids=["ensemble", "chart"]
 )
-def test_charts_set_off_interventions_as_a_model_does(clean, model):
+def test_alarms_of_charts_trigger_interventions(clean, model):
     chart = ja.Monitor.fit(clean, model=model)
-    acts = [ja.lower_learning_rate(0.02, onset=ONSET), ja.roll_back(10, onset=ONSET)]
-    grid = [spike(60.0), *(ja.chain(spike(60.0), act) for act in acts)]
-    found = watched(chart, grid, seeds=12, settings=WINDOWS)
-    assert_online_is_offline(chart, found)
-    for helped in (2, 3):
-        alarmed, equal = pairs(found, 1, helped)
+    interventions = [ja.lower_learning_rate(0.02, onset=ONSET), ja.roll_back(10, onset=ONSET)]
+    grid = [spike(60.0), *(ja.chain(spike(60.0), intervention) for intervention in interventions)]
+    telemetry = monitored_audit(chart, grid, seeds=12, settings=WINDOWS)
+    assert_online_is_offline(chart, telemetry)
+    for condition in (2, 3):
+        alarmed, equal = pairs(telemetry, 1, condition)
         assert alarmed.all()
         assert not equal.any()
-    final = found.performance.isel(step=-1)
+    final = telemetry.performance.isel(step=-1)
     assert not (final.isel(condition=1) > -100).any()
     assert (final.isel(condition=2) > -100).all()
 
 
 def pairs(telemetry, alone, helped):
-    """Where the two conditions' lanes were ever alarmed since the onset, and where all their telemetry is equal."""
-    one, other = (telemetry.isel(condition=i) for i in (alone, helped))
-    alarmed = (other.alarm.isel(step=slice(ONSET, None)) > 0).any("step").values
-    own = [name for name in telemetry.data_vars if name != "baseline_performance"]
+    """Returns by seed whether the helped lane had an alarm from the onset on, and whether both are bitwise equal."""
+    lanes_alone, lanes_helped = (telemetry.isel(condition=i) for i in (alone, helped))
+    alarmed = (lanes_helped.alarm.isel(step=slice(ONSET, None)) > 0).any("step").values
+    channels = [name for name in telemetry.data_vars if name != "baseline_performance"]
     equal = [
-        all(np.array_equal(one[n].isel(seed=i), other[n].isel(seed=i), equal_nan=True) for n in own)
+        all(np.array_equal(lanes_alone[n].isel(seed=i), lanes_helped[n].isel(seed=i), equal_nan=True) for n in channels)
         for i in range(telemetry.sizes["seed"])
     ]
     return alarmed, np.array(equal)
@@ -125,47 +125,49 @@ def pairs(telemetry, alone, helped):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("alone", "helped"), [(1, 2), (0, 5)], ids=["disturbed", "control"])
-def test_a_lane_without_an_alarm_is_bitwise_as_without_interventions(rescued, alone, helped):
-    alarmed, equal = pairs(rescued, alone, helped)
+def test_without_an_alarm_interventions_change_no_bit(rescued_lanes, alone, helped):
+    alarmed, equal = pairs(rescued_lanes, alone, helped)
     assert (~alarmed).sum() >= 8
     assert equal[~alarmed].all()
 
 
 @pytest.mark.exhaustive
-def test_lanes_that_would_diverge_are_rescued(rescued):
-    alarmed, equal = pairs(rescued, 3, 4)
+def test_interventions_rescue_lanes_that_would_diverge(rescued_lanes):
+    alarmed, equal = pairs(rescued_lanes, 3, 4)
     assert alarmed.all()
     assert not equal.any()
-    final = rescued.performance.isel(step=-1)
+    final = rescued_lanes.performance.isel(step=-1)
     assert (final.isel(condition=3).values < -1e3).all() or np.isnan(final.isel(condition=3)).any()
     assert (final.isel(condition=4).values > -100).all()
 
 
-ACTS = ["tighten_clip", "reset_moments", "roll_back", "lower_learning_rate"]
+INTERVENTIONS = ["tighten_clip", "reset_moments", "roll_back", "lower_learning_rate"]
 
 
 @pytest.fixture(scope="module")
-def acting(monitor):
-    """The control, a destructive spike, and for each intervention the spike with it and it alone."""
-    acts = [getattr(ja, name)(onset=ONSET) for name in ACTS]
-    helped = [condition for act in acts for condition in (ja.chain(spike(60.0), act), act)]
-    return watched(monitor, [spike(60.0), *helped], seeds=12, settings=WINDOWS)
+def intervention_lanes(monitor):
+    """The control, a destructive spike, and each intervention with the spike and alone."""
+    interventions = [getattr(ja, name)(onset=ONSET) for name in INTERVENTIONS]
+    helped = [
+        condition for intervention in interventions for condition in (ja.chain(spike(60.0), intervention), intervention)
+    ]
+    return monitored_audit(monitor, [spike(60.0), *helped], seeds=12, settings=WINDOWS)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ACTS)
-def test_every_intervention_acts_on_alarm_alone(acting, name):
-    helped = 2 + 2 * ACTS.index(name)
-    alarmed, equal = pairs(acting, 1, helped)
+@pytest.mark.parametrize("name", INTERVENTIONS)
+def test_every_intervention_acts_only_on_an_alarm(intervention_lanes, name):
+    helped = 2 + 2 * INTERVENTIONS.index(name)
+    alarmed, equal = pairs(intervention_lanes, 1, helped)
     assert alarmed.all()
     assert not equal.any()
-    alarmed, equal = pairs(acting, 0, helped + 1)
+    alarmed, equal = pairs(intervention_lanes, 0, helped + 1)
     assert equal[~alarmed].all()
     assert (~alarmed).any()
 
 
-def rolled_back(magnitude, alarmed, steps=40):
-    """The path of a state that tells its step, rolled back as the steps with an alarm have it."""
+def rollback_path(magnitude, alarmed, steps=40):
+    """Returns the path of a state that counts steps and is rolled back by alarms, and the steps that restored it."""
     state = ja.roll_back.init({"t": jax.numpy.float32(0)})
 
     @jax.jit
@@ -181,8 +183,8 @@ def rolled_back(magnitude, alarmed, steps=40):
     return path, restored
 
 
-def test_roll_back_goes_to_the_state_of_so_many_steps_ago():
-    path, restored = rolled_back(4, range(20, 40))
+def test_roll_back_restores_the_state_of_magnitude_steps_ago():
+    path, restored = rollback_path(4, range(20, 40))
     assert path[:20] == list(range(20))
     assert 4 <= 20 - path[20] <= 6
     assert restored == [20, 24, 28, 32, 36]
@@ -190,33 +192,33 @@ def test_roll_back_goes_to_the_state_of_so_many_steps_ago():
 
 
 @pytest.mark.parametrize("step", range(12, 24))
-def test_roll_back_heeds_an_alarm_of_one_step_whenever_it_comes(step):
-    path, restored = rolled_back(6, {step})
+def test_roll_back_acts_on_an_alarm_of_a_single_step(step):
+    path, restored = rollback_path(6, {step})
     assert restored == [step]
     assert 6 <= step - path[step] <= 9
 
 
-def test_roll_back_does_not_go_back_to_what_the_alarm_was_about():
-    """A second alarm soon after the first finds the state gone back to, none of those between it and the alarm."""
-    path, restored = rolled_back(6, {20, 27, 60}, steps=70)
+def test_roll_back_does_not_restore_states_from_before_the_alarm():
+    """A second alarm soon after the first restores the same state, and none from between that state and the alarm."""
+    path, restored = rollback_path(6, {20, 27, 60}, steps=70)
     assert restored == [20, 27, 60]
     assert path[27] == path[20]
     assert 6 <= path[59] + 1 - path[60] <= 9
 
 
-def test_roll_back_rests_between_alarms():
-    _, restored = rolled_back(6, {20, 22, 24, 26, 28})
+def test_roll_back_ignores_alarms_soon_after_a_rollback():
+    _, restored = rollback_path(6, {20, 22, 24, 26, 28})
     assert restored == [20, 26]
 
 
 @pytest.mark.parametrize("broken", [np.inf, -np.inf, np.nan])
-def test_a_full_reset_heals_moments_that_are_not_finite(broken):
+def test_a_full_reset_clears_non_finite_moments(broken):
     state = {"mu": np.float32([1.0, broken]), "count": np.int32(7)}
-    healed = ja.reset_moments(1.0).apply(state, alarm=True)
-    assert (healed["mu"] == 0).all()
-    assert healed["count"] == 0
-    half = ja.reset_moments(0.5).apply(state, alarm=True)
-    assert half["mu"][0] == 0.5
+    reset = ja.reset_moments(1.0).apply(state, alarm=True)
+    assert (reset["mu"] == 0).all()
+    assert reset["count"] == 0
+    halved = ja.reset_moments(0.5).apply(state, alarm=True)
+    assert halved["mu"][0] == 0.5
     np.testing.assert_array_equal(ja.reset_moments(1.0).apply(state, alarm=False)["mu"], state["mu"])
 
 
@@ -226,14 +228,14 @@ def test_an_intervention_without_a_monitor_is_refused():
 
 
 @pytest.mark.exhaustive
-def test_a_monitor_of_other_channels_is_refused(monitor):
+def test_a_monitor_with_channels_of_another_learner_is_refused(monitor):
     from quadratic import quadratic
 
     with pytest.raises(ValueError, match=r"the monitor reads channel '.*', which the learner's step does not give"):
         ja.audit(quadratic(None), [spike(2.0)], steps=STEPS, seeds=1, monitor=monitor)
 
 
-def test_outside_an_audit_there_is_no_alarm():
+def test_taps_outside_an_audit_change_nothing():
     assert Taps()("learning_rate", 0.1) == 0.1
 
 
@@ -286,162 +288,171 @@ onset = 40
 onset = 40
 chain = [{kind = "lr_spike", magnitude = 60, duration = "end"}, {kind = "roll_back", magnitude = 10}]
 """
-"""The grid of `rescued`."""
+"""The same grid as that of the fixture `rescued_lanes`."""
 CHUNKS = 5 + 2 + 5
 
 
 @pytest.fixture(scope="module")
-def finished(server, monitor, tmp_path_factory):
-    """A run whose spec and monitor are gone: its folder is all there is."""
-    place = tmp_path_factory.mktemp("watched")
-    monitor.save(place / "fitted.npz")
-    (place / "spec.toml").write_text(SPEC)
-    done = server("run", place / "spec.toml", "-o", place / "run")
-    assert done.code == 0, done.err
-    (place / "fitted.npz").unlink()
-    (place / "spec.toml").unlink()
-    return place / "run"
+def finished_run(server, monitor, tmp_path_factory):
+    """The folder of a finished run, whose spec and monitor file were deleted elsewhere."""
+    folder = tmp_path_factory.mktemp("watched")
+    monitor.save(folder / "fitted.npz")
+    (folder / "spec.toml").write_text(SPEC)
+    process = server("run", folder / "spec.toml", "-o", folder / "run")
+    assert process.code == 0, process.err
+    (folder / "fitted.npz").unlink()
+    (folder / "spec.toml").unlink()
+    return folder / "run"
 
 
 @pytest.mark.exhaustive
-def test_a_spec_trains_what_audit_trains(finished, rescued):
-    stored = xr.open_zarr(finished / "telemetry.zarr").load()
-    assert list(stored.condition.values) == list(rescued.condition.values)
-    for name in rescued.data_vars:
-        np.testing.assert_array_equal(stored[name].transpose(*rescued[name].dims), rescued[name])
+def test_a_run_of_a_spec_equals_the_audit(finished_run, rescued_lanes):
+    stored = xr.open_zarr(finished_run / "telemetry.zarr").load()
+    assert list(stored.condition.values) == list(rescued_lanes.condition.values)
+    for name in rescued_lanes.data_vars:
+        np.testing.assert_array_equal(stored[name].transpose(*rescued_lanes[name].dims), rescued_lanes[name])
     assert (stored.alarm.isel(condition=6) > 0).any("step").all()
     assert not np.array_equal(stored.performance.isel(condition=6), stored.performance.isel(condition=3))
 
 
 @pytest.mark.exhaustive
-def test_lanes_with_an_intervention_are_not_what_detectors_are_compared_on(finished, rescued):
-    (lanes,) = load_lanes([finished])
-    helped = [name for name in rescued.condition.values if "roll_back" in name or "lower_learning_rate" in name]
+def test_detectors_are_not_compared_on_lanes_with_interventions(finished_run, rescued_lanes):
+    (lanes,) = load_lanes([finished_run])
+    helped = [name for name in rescued_lanes.condition.values if "roll_back" in name or "lower_learning_rate" in name]
     assert helped
-    assert set(lanes.table.condition) == set(rescued.condition.values) - set(helped)
+    assert set(lanes.table.condition) == set(rescued_lanes.condition.values) - set(helped)
     assert not {"alarm", "monitor_score"} & set(lanes.channels)
 
 
 @pytest.mark.exhaustive
-def test_a_monitored_runs_plan_is_taken_wherever_the_monitor_lies(server, finished, tmp_path):
-    shutil.copyfile(finished / "monitor.npz", tmp_path / "fitted.npz")
+def test_a_plan_is_reused_with_the_monitor_in_another_file(server, finished_run, tmp_path):
+    shutil.copyfile(finished_run / "monitor.npz", tmp_path / "fitted.npz")
     (tmp_path / "spec.toml").write_text(SPEC)
-    done = server("run", tmp_path / "spec.toml", "-o", tmp_path / "again", "--plan", finished)
-    assert done.code == 0, done.err
-    assert_same(tmp_path / "again", finished)
+    process = server("run", tmp_path / "spec.toml", "-o", tmp_path / "again", "--plan", finished_run)
+    assert process.code == 0, process.err
+    assert_same(tmp_path / "again", finished_run)
 
 
 @pytest.mark.exhaustive
-def test_a_monitored_run_is_replayed_and_forked_from_its_folder_alone(server, finished, tmp_path):
-    shutil.copytree(finished, tmp_path / "moved")
-    done = server("replay", tmp_path / "moved")
-    assert (done.code, done.out) == (0, "bitwise equal: 84 lanes, 3960 lane steps\n")
+def test_a_monitored_run_is_replayed_and_forked_from_its_folder(server, finished_run, tmp_path):
+    shutil.copytree(finished_run, tmp_path / "moved")
+    process = server("replay", tmp_path / "moved")
+    assert (process.code, process.out) == (0, "bitwise equal: 84 lanes, 3960 lane steps\n")
     (tmp_path / "spec.toml").write_text(SPEC.replace("fitted.npz", "moved/monitor.npz"))
-    done = server("fork", tmp_path / "moved", tmp_path / "spec.toml", "-o", tmp_path / "fork")
-    assert done.code == 0, done.err
-    ours, theirs = arrays(tmp_path / "fork"), arrays(finished)
-    assert [name for name in theirs if not name.startswith("chunk") and ours[name] != theirs[name]] == []
-    assert (tmp_path / "fork" / "monitor.npz").read_bytes() == (finished / "monitor.npz").read_bytes()
+    process = server("fork", tmp_path / "moved", tmp_path / "spec.toml", "-o", tmp_path / "fork")
+    assert process.code == 0, process.err
+    forked, original = arrays(tmp_path / "fork"), arrays(finished_run)
+    assert [name for name in original if not name.startswith("chunk") and forked[name] != original[name]] == []
+    assert (tmp_path / "fork" / "monitor.npz").read_bytes() == (finished_run / "monitor.npz").read_bytes()
 
 
 @pytest.mark.exhaustive
-def test_a_monitored_run_is_killed_and_resumed(server, finished, tmp_path):
-    shutil.copy(finished / "monitor.npz", tmp_path / "fitted.npz")
-    folder, landed = kill_through(server, tmp_path, SPEC, CHUNKS, kills=3)
-    assert len(landed) >= 2
-    assert_same(folder, finished)
+def test_a_killed_monitored_run_resumes_bitwise(server, finished_run, tmp_path):
+    shutil.copy(finished_run / "monitor.npz", tmp_path / "fitted.npz")
+    folder, kills = kill_through(server, tmp_path, SPEC, CHUNKS, kills=3)
+    assert len(kills) >= 2
+    assert_same(folder, finished_run)
 
 
 @pytest.mark.exhaustive
-def test_the_report_tells_what_interventions_did(finished, rescued):
-    run = load_run(finished)
-    told = verdict(run, panels(run))
-    assert "roll_back" not in told.lead
-    assert "lower_learning_rate" not in told.lead
+def test_the_report_says_what_interventions_prevented(finished_run, rescued_lanes):
+    run = load_run(finished_run)
+    run_verdict = verdict(run, panels(run))
+    assert "roll_back" not in run_verdict.lead
+    assert "lower_learning_rate" not in run_verdict.lead
     times = run.metrics.pivot(index="seed", columns="condition", values="collapse_time")
-    lost = np.isfinite(times).sum()
-    helped, alone = lost["lr_spike+lower_learning_rate 60 0.02"], lost["lr_spike 60"]
+    collapsed = np.isfinite(times).sum()
+    helped, alone = collapsed["lr_spike+lower_learning_rate 60 0.02"], collapsed["lr_spike 60"]
     assert alone == 12
-    words = f"{alone} of 12 seeds collapse without the intervention and {helped} with it (share prevented "
-    words += f"{(alone - helped) / 12:.2f}"
-    (sentence,) = [str(s) for s in told.sentences if "lower_learning_rate 60 0.02" in s]
-    assert words in sentence
+    expected = f"{alone} of 12 seeds collapse without the intervention and {helped} with it (share prevented "
+    expected += f"{(alone - helped) / 12:.2f}"
+    (sentence,) = [str(s) for s in run_verdict.sentences if "lower_learning_rate 60 0.02" in s]
+    assert expected in sentence
     assert sentence.endswith("; 12 have an alarm.")
-    alarmed = (rescued.alarm.values[:, 5, ONSET:] > 0).any(-1).sum()
-    idle = f"<b>lower_learning_rate 0.02</b> with nothing disturbed: {alarmed} of 12 seeds have an alarm, 95% interval"
-    assert any(str(s).startswith(idle) for s in told.sentences)
+    alarmed = (rescued_lanes.alarm.values[:, 5, ONSET:] > 0).any(-1).sum()
+    expected_alone = (
+        f"<b>lower_learning_rate 0.02</b> with nothing disturbed: {alarmed} of 12 seeds have an alarm, 95% interval"
+    )
+    assert any(str(s).startswith(expected_alone) for s in run_verdict.sentences)
     assert not any(
-        "bitwise equal to the control's" in s and "lower_learning_rate 0.02</b>" in s for s in told.sentences
+        "bitwise equal to the control's" in s and "lower_learning_rate 0.02</b>" in s for s in run_verdict.sentences
     )
 
 
-def spec_with(monitor, place, alpha=0.05, learner="noisy_descent"):
-    """A spec and its monitor, in a folder."""
-    monitor.save(place / "fitted.npz")
+def spec_with(monitor, folder, alpha=0.05, learner="noisy_descent"):
+    monitor.save(folder / "fitted.npz")
     text = SPEC.replace('"fitted.npz"', f'"fitted.npz"\nalpha = {alpha}').replace("noisy_descent", learner)
-    (place / "spec.toml").write_text(text)
-    return load(place / "spec.toml")
+    (folder / "spec.toml").write_text(text)
+    return load(folder / "spec.toml")
 
 
-def refused(words, act, *arguments):
-    with pytest.raises(UserError, match=words) as raised:
-        act(*arguments)
+def assert_refused(message, function, *arguments):
+    with pytest.raises(UserError, match=message) as raised:
+        function(*arguments)
     assert "\n" not in str(raised.value)
 
 
-def rewritten(path, **changed):
-    """A monitor's file with another description."""
+def rewrite_description(path, **changed):
+    """Changes the description in a monitor's file."""
     with np.load(path) as file:
-        held = dict(file)
-    description = json.loads(str(held.pop("description")))
-    kept = {name: value for name, value in (description | changed).items() if value is not None}
-    np.savez(path, description=np.array(json.dumps(kept)), **held)
+        arrays_of_file = dict(file)
+    description = json.loads(str(arrays_of_file.pop("description")))
+    new_description = {name: value for name, value in (description | changed).items() if value is not None}
+    np.savez(path, description=np.array(json.dumps(new_description)), **arrays_of_file)
 
 
 @pytest.mark.exhaustive
-def test_a_monitor_that_cannot_be_used_is_refused_and_nothing_is_made(monitor, tmp_path):
+def test_unusable_monitors_are_refused_before_a_run_is_created(monitor, tmp_path):
     spec, out = spec_with(monitor, tmp_path), tmp_path / "run"
-    rewritten(tmp_path / "fitted.npz", version=99)
-    refused(r"spec.toml: \[monitor\]: .*fitted.npz holds a monitor of version 99, and this package reads", spec.build)
-    rewritten(tmp_path / "fitted.npz", version=None)
-    refused("fitted.npz is not a monitor's file", spec.build)
+    rewrite_description(tmp_path / "fitted.npz", version=99)
+    assert_refused(
+        r"spec.toml: \[monitor\]: .*fitted.npz holds a monitor of version 99, and this package reads", spec.build
+    )
+    rewrite_description(tmp_path / "fitted.npz", version=None)
+    assert_refused("fitted.npz is not a monitor's file", spec.build)
     np.save(tmp_path / "fitted.npy", np.zeros(3))
     (tmp_path / "fitted.npy").replace(tmp_path / "fitted.npz")
-    refused("fitted.npz is not a monitor's file", spec.build)
+    assert_refused("fitted.npz is not a monitor's file", spec.build)
     spec = spec_with(monitor, tmp_path, alpha=0.01)
-    refused(r"spec.toml: \[monitor\]: 30 clean runs are too few for a false-alarm rate of 0.01", durable.run, spec, out)
+    assert_refused(
+        r"spec.toml: \[monitor\]: 30 clean runs are too few for a false-alarm rate of 0.01", durable.run, spec, out
+    )
     spec = spec_with(monitor, tmp_path, learner="quadratic")
-    refused(r"spec.toml: \[monitor\]: the monitor reads channel 'distance\[a\]', which the", durable.run, spec, out)
+    assert_refused(
+        r"spec.toml: \[monitor\]: the monitor reads channel 'distance\[a\]', which the", durable.run, spec, out
+    )
     assert not out.exists()
 
 
 @pytest.mark.exhaustive
-def test_what_goes_on_from_a_run_keeps_its_monitor(monitor, finished, tmp_path):
+def test_forks_margins_replays_and_plans_keep_the_monitor(monitor, finished_run, tmp_path):
     out = tmp_path / "fork"
-    refused(r"must keep the run's \[monitor\], .*/run/monitor.npz, and its alpha", durable.fork, finished,
+    assert_refused(r"must keep the run's \[monitor\], .*/run/monitor.npz, and its alpha", durable.fork, finished_run,
             spec_with(monitor, tmp_path, alpha=0.1), out)  # fmt: skip
-    refused(
+    assert_refused(
         r"must keep the run's \[monitor\]",
         search_margins,
-        finished,
+        finished_run,
         load(tmp_path / "spec.toml"),
         out,
         MarginSettings(),
     )
-    other = dataclasses.replace(monitor, clean=monitor.clean + 1)
-    refused("must keep the run's", durable.fork, finished, spec_with(other, tmp_path), out)
-    without = SPEC[: SPEC.index("[monitor]")] + SPEC[SPEC.index("[run]") : SPEC.index("[[perturbation]]\nonset")]
-    (tmp_path / "without.toml").write_text(without)
-    refused("must keep the run's", durable.fork, finished, load(tmp_path / "without.toml"), out)
-    shutil.copytree(finished, tmp_path / "changed")
-    other.save(tmp_path / "changed" / "monitor.npz")
+    other_monitor = dataclasses.replace(monitor, clean=monitor.clean + 1)
+    assert_refused("must keep the run's", durable.fork, finished_run, spec_with(other_monitor, tmp_path), out)
+    spec_without_monitor = (
+        SPEC[: SPEC.index("[monitor]")] + SPEC[SPEC.index("[run]") : SPEC.index("[[perturbation]]\nonset")]
+    )
+    (tmp_path / "without.toml").write_text(spec_without_monitor)
+    assert_refused("must keep the run's", durable.fork, finished_run, load(tmp_path / "without.toml"), out)
+    shutil.copytree(finished_run, tmp_path / "changed")
+    other_monitor.save(tmp_path / "changed" / "monitor.npz")
     changed = tmp_path / "changed"
-    refused("began with another monitor", durable.fork, changed, spec_with(monitor, tmp_path), out)
-    refused("began with another monitor", search_margins, changed, None, out, MarginSettings())
-    refused("began with another monitor", replay, changed)
-    refused("began with another monitor", durable.run, spec_with(other, tmp_path), out, None, changed)
-    refused("must keep the run's", durable.run, spec_with(other, tmp_path), out, None, finished)
-    (tmp_path / "changed" / "spec.toml").write_text(without)
-    refused("has no monitor to go on with, and the spec has a", durable.fork, tmp_path / "changed",
+    assert_refused("began with another monitor", durable.fork, changed, spec_with(monitor, tmp_path), out)
+    assert_refused("began with another monitor", search_margins, changed, None, out, MarginSettings())
+    assert_refused("began with another monitor", replay, changed)
+    assert_refused("began with another monitor", durable.run, spec_with(other_monitor, tmp_path), out, None, changed)
+    assert_refused("must keep the run's", durable.run, spec_with(other_monitor, tmp_path), out, None, finished_run)
+    (tmp_path / "changed" / "spec.toml").write_text(spec_without_monitor)
+    assert_refused("has no monitor to go on with, and the spec has a", durable.fork, tmp_path / "changed",
             spec_with(monitor, tmp_path), out)  # fmt: skip
     assert not out.exists()

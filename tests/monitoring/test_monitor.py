@@ -1,4 +1,4 @@
-"""The monitor: calibrated scores, kept in a file that nothing is unpickled from."""
+"""The monitor: calibrated scores, and storage in a file that is read without unpickling."""
 
 import io
 
@@ -20,7 +20,7 @@ from jaxaudit.monitoring.scoring import ScoreNormalizer, false_alarm_interval
 from jaxaudit.monitoring.state_space import GRU, LRU, Kalman
 from jaxaudit.monitoring.telemetry import ChannelScaler, StepwiseStats
 
-# Runs, model and training are those of test_detection.py, which takes the same programs.
+# The runs, the model and the training are those of test_detection.py, so that compiled programs are shared.
 MODEL = LRU(size=4, hidden=(16,))
 SHORT = Training(iterations=120)
 S = len(SCORE_NAMES)
@@ -28,98 +28,101 @@ NAMES = System().lanes(1, 1, drift=1.0).channels
 
 
 def runs(seed, kind="clean", size=0.0, count=20):
-    """Any other count is another program."""
+    """Simulated runs as an array with names of channels; another count needs another compiled program."""
     values = System().runs(count, seed, kind, size)
     return xr.DataArray(values, dims=("run", "step", "channel"), coords={"channel": list(NAMES)})
 
 
-def fitted(clean, **settings):
-    """To 40 of 60 runs."""
+def fitted_monitor(clean, **settings):
+    """A monitor that is fitted to two thirds of the clean runs."""
     return Monitor.fit(clean, model=MODEL, training=SHORT, held_out=1 / 3, **settings)
 
 
 @pytest.fixture(scope="module")
 def monitor():
-    return fitted(runs(0, count=60))
+    return fitted_monitor(runs(0, count=60))
 
 
 @pytest.fixture(scope="module")
-def scored(monitor):
-    """Scores and latents of clean runs that the monitor has not seen."""
+def clean_scores(monitor):
+    """Scores and latents of further clean runs, which the monitor was not fitted to."""
     return monitor.expectation.scores_and_latents(runs(9000).values)
 
 
-def test_a_score_is_of_the_steps_up_to_it(monitor, scored):
-    """One step at a time is all at once, and later steps change nothing."""
-    known = monitor.expectation
-    y, seen = known.channels.standardise(runs(9000).values)
-    scores, latents = scored
+def test_a_score_depends_only_on_the_steps_up_to_it(monitor, clean_scores):
+    """Stepwise evaluation equals evaluation of the whole run, so that later steps change nothing."""
+    expectation = monitor.expectation
+    y, observed = expectation.channels.standardise(runs(9000).values)
+    scores, latents = clean_scores
 
     @jax.jit
-    def step(carry, y, seen):
-        carry, one = known.model.score_step(known.params, known.reference, carry, y, seen)
-        return carry, one, known.model.latent(known.params, carry.state)
+    def step(carry, y, observed):
+        carry, step_scores = expectation.model.score_step(expectation.params, expectation.reference, carry, y, observed)
+        return carry, step_scores, expectation.model.latent(expectation.params, carry.state)
 
-    carry = known.model.begin(known.params, y.shape[-1])
+    carry = expectation.model.begin(expectation.params, y.shape[-1])
     for t in range(40):
-        carry, one, latent = step(carry, y[0, t], seen[0, t])
-        np.testing.assert_allclose(one, scores[0, t], rtol=2e-4, atol=1e-5)
+        carry, step_scores, latent = step(carry, y[0, t], observed[0, t])
+        np.testing.assert_allclose(step_scores, scores[0, t], rtol=2e-4, atol=1e-5)
         np.testing.assert_allclose(latent, latents[0, t], rtol=2e-4, atol=1e-5)
 
 
-def test_a_monitor_is_fitted_to_other_runs_than_it_is_calibrated_on(monitor):
-    """What it was calibrated on tells itself by its scores; all that it expects is of the rest."""
+def test_fitting_and_calibration_use_different_runs(monitor):
+    """The calibration runs are identified by their scores; the reference is that of the remaining runs."""
     clean = runs(0, count=60)
     largest = np.concatenate([monitor.score(clean[first : first + 20]).score.max("step") for first in (0, 20, 40)])
     calibrated = np.isclose(largest[:, None], monitor.clean, rtol=1e-5).any(axis=1)
     assert calibrated.sum() == len(monitor.clean) == 20
-    known, rest = monitor.expectation, ChannelScaler.fit(NAMES, clean.values[~calibrated])
-    np.testing.assert_array_equal(known.channels.center, rest.center)
-    np.testing.assert_array_equal(known.channels.scale, rest.scale)
-    y, _ = rest.standardise(clean.values[~calibrated])
-    np.testing.assert_allclose(known.reference.telemetry.mean, y.mean(axis=0), atol=1e-5)
+    expectation, scaler = monitor.expectation, ChannelScaler.fit(NAMES, clean.values[~calibrated])
+    np.testing.assert_array_equal(expectation.channels.center, scaler.center)
+    np.testing.assert_array_equal(expectation.channels.scale, scaler.scale)
+    y, _ = scaler.standardise(clean.values[~calibrated])
+    np.testing.assert_allclose(expectation.reference.telemetry.mean, y.mean(axis=0), atol=1e-5)
 
 
-def test_the_normalizer_is_fitted_to_scores_against_other_runs(monitor):
-    """Of further clean runs about half, and not most, have a largest score beyond its middle, whatever the kind.
+def test_the_normalizer_is_fitted_to_scores_of_unfitted_runs(monitor):
+    """About half of further clean runs should have a largest score above the normalizer's median, for every kind.
 
-    Fewer here: each of the two halves knows less of clean runs than both together.
+    The share is somewhat lower, because the normalizer is fitted to scores by halves of the clean runs.
     """
-    known = monitor.expectation
+    expectation = monitor.expectation
     largest = np.concatenate(
-        [known.scores_and_latents(runs(seed).values)[0].max(axis=1) for seed in (9000, 9100, 9200, 9300)]
+        [expectation.scores_and_latents(runs(seed).values)[0].max(axis=1) for seed in (9000, 9100, 9200, 9300)]
     )
-    beyond = (np.asarray(known.normalizer.normalize(largest)) > 0).mean(axis=0)
+    beyond = (np.asarray(expectation.normalizer.normalize(largest)) > 0).mean(axis=0)
     assert 0.15 < beyond.mean() < 0.5
     assert beyond.max() < 0.65
 
 
-def test_scores_of_clean_runs_are_what_they_are_said_to_be(scored):
-    """Squares of what is standardised and whitened by clean runs: about one each, of runs not fitted to too."""
-    mean = dict(zip(SCORE_NAMES, scored[0][:, 20:].mean(axis=(0, 1)), strict=True))
+def test_squared_scores_of_clean_runs_are_about_one(clean_scores):
+    """Squares of values that are standardised and whitened by clean runs are about one for further clean runs."""
+    mean = dict(zip(SCORE_NAMES, clean_scores[0][:, 20:].mean(axis=(0, 1)), strict=True))
     for name in ("surprise_1", "surprise_0.1", "departure_1", "deviation_1"):
         assert mean[name] == pytest.approx(1, abs=0.35), name
-    assert mean["burst_1"] > 3  # the largest of twelve
+    assert mean["burst_1"] > 3  # it is the largest of twelve
 
 
-def test_departure_and_outlier_are_distances_of_the_telemetry(monitor, scored):
-    """Of all channels, whitened, and of the furthest; at lower rates, of its moving average, over its variance."""
-    known = monitor.expectation
-    y, _ = known.channels.standardise(runs(9000).values)
-    z = np.asarray(known.reference.telemetry.standardise(y), np.float64)
-    matrix = np.asarray(known.reference.chart.decorrelate, np.float64)
+def test_departure_and_outlier_are_distances_of_the_telemetry(monitor, clean_scores):
+    """Departure is the whitened distance of all channels, outlier that of the furthest channel.
+
+    At lower rates, both are those of a moving average, divided by its variance.
+    """
+    expectation = monitor.expectation
+    y, _ = expectation.channels.standardise(runs(9000).values)
+    z = np.asarray(expectation.reference.telemetry.standardise(y), np.float64)
+    matrix = np.asarray(expectation.reference.chart.decorrelate, np.float64)
     for rate in TELEMETRY_CHART.departure:
         average = signal.lfilter([rate], [1, rate - 1], z, axis=1)
         variance = rate / (2 - rate) * (1 - (1 - rate) ** (2 * np.arange(1, z.shape[1] + 1)))
-        for kind, wanted in (("outlier", (average**2).max(-1)), ("departure", ((average @ matrix) ** 2).mean(-1))):
-            found = scored[0][..., SCORE_NAMES.index(f"{kind}_{rate:g}")]
-            np.testing.assert_allclose(found, wanted / variance, rtol=1e-3, atol=1e-6)
+        for kind, expected in (("outlier", (average**2).max(-1)), ("departure", ((average @ matrix) ** 2).mean(-1))):
+            result = clean_scores[0][..., SCORE_NAMES.index(f"{kind}_{rate:g}")]
+            np.testing.assert_allclose(result, expected / variance, rtol=1e-3, atol=1e-6)
 
 
-def test_deviation_is_the_whitened_drift_corrected_msd(monitor, scored):
-    """Of Table S5, with the clean runs' mean path for the twin, and each step's own spread."""
+def test_deviation_is_the_whitened_and_corrected_state_distance(monitor, clean_scores):
+    """The deviation is that of Table S5, with the mean path of the clean runs as the control."""
     reference, onset = monitor.expectation.reference, 30
-    scores, latents = scored
+    scores, latents = clean_scores
     matrix = np.asarray(reference.decorrelate[1], np.float64)
     scaled = latents / reference.latents.std
     path = np.broadcast_to(reference.latents.mean / reference.latents.std, scaled.shape)
@@ -127,48 +130,48 @@ def test_deviation_is_the_whitened_drift_corrected_msd(monitor, scored):
         distance = np.linalg.norm((scaled - path)[run].astype(np.float64) @ matrix, axis=-1)
         squared = scores[run, :, SCORE_NAMES.index("deviation_1")] * latents.shape[-1]
         np.testing.assert_allclose(squared, distance**2, rtol=1e-3)
-        moved = (scaled - path)[run] - (scaled - path)[run, onset]
-        wanted = np.linalg.norm(moved[onset:].astype(np.float64) @ matrix, axis=-1).max()
-        found = meta_state_deviation(scaled[run], onset, whitening=matrix, control=path[run])
-        assert float(found) == pytest.approx(wanted, rel=1e-3)
+        displacement = (scaled - path)[run] - (scaled - path)[run, onset]
+        expected = np.linalg.norm(displacement[onset:].astype(np.float64) @ matrix, axis=-1).max()
+        result = meta_state_deviation(scaled[run], onset, whitening=matrix, control=path[run])
+        assert float(result) == pytest.approx(expected, rel=1e-3)
 
 
-def test_the_most_unusual_kind_is_told(monitor):
-    found = monitor.score(runs(77, "drift", 8.0))
-    after = found.isel(step=slice(95, 100))
+def test_the_most_unusual_statistic_is_named(monitor):
+    result = monitor.score(runs(77, "drift", 8.0))
+    after = result.isel(step=slice(95, 100))
     assert (after.score > monitor.threshold(0.05)).all()
     assert set(after.most.values.ravel()) <= set(SCORE_NAMES)
     normalizer = ScoreNormalizer(np.zeros(2), np.ones(2))
     assert float(normalizer.combine(np.array([1.0, np.e]))) == pytest.approx(1)
 
 
-def test_a_run_that_stops_being_finite_is_an_alarm(monitor):
+def test_a_run_that_becomes_non_finite_is_an_alarm(monitor):
     broken = runs(5000)
     broken[0, 50:, 3] = np.nan
-    found = monitor.score(broken).score
-    assert np.isfinite(found[0, :50]).all()
-    assert (found[0, 50:] == np.inf).all()
-    assert np.isfinite(found[1:]).all()
+    result = monitor.score(broken).score
+    assert np.isfinite(result[0, :50]).all()
+    assert (result[0, 50:] == np.inf).all()
+    assert np.isfinite(result[1:]).all()
 
 
-def test_steps_that_were_not_recorded_are_no_alarm():
-    """Where a monitor allows for gaps; in clean runs too."""
+def test_allowed_gaps_raise_no_alarm():
+    """A monitor that allows gaps accepts them in clean runs and in new ones."""
     clean = runs(0, count=60)
     clean[3, 60:] = np.nan
     clean[5, 10:20] = np.nan
-    monitor = fitted(clean, gaps=True)
+    monitor = fitted_monitor(clean, gaps=True)
     assert np.isfinite(monitor.clean).all()
     new = runs(5000)
-    whole = monitor.score(new).score.values
+    complete = monitor.score(new).score.values
     new[:, 30:40] = np.nan
     new[0, 70, 2] = np.nan
-    found = monitor.score(new).score.values
-    assert np.isnan(found[:, 30:40]).all()
-    assert found[0, 70] == np.inf  # the others were recorded there
-    assert np.isfinite(np.delete(found[0], [*range(30, 40), 70])).all()
-    early, late = ((x[1:, 40:].max(1) > monitor.threshold(0.05)).sum() for x in (whole, found))
-    assert late <= early  # as if nothing had been left out
-    assert np.median(np.abs(found[1:, 80] - whole[1:, 80])) < 0.2
+    result = monitor.score(new).score.values
+    assert np.isnan(result[:, 30:40]).all()
+    assert result[0, 70] == np.inf  # the other channels were recorded at that step
+    assert np.isfinite(np.delete(result[0], [*range(30, 40), 70])).all()
+    complete_alarms, gap_alarms = ((x[1:, 40:].max(1) > monitor.threshold(0.05)).sum() for x in (complete, result))
+    assert gap_alarms <= complete_alarms  # the gap adds no alarms
+    assert np.median(np.abs(result[1:, 80] - complete[1:, 80])) < 0.2
 
 
 CHARTS = [Ensemble(), Chart(), Chart(departure=(1.0,), outlier=(1.0, 0.2))]
@@ -176,34 +179,34 @@ CHARTS = [Ensemble(), Chart(), Chart(departure=(1.0,), outlier=(1.0, 0.2))]
 
 @pytest.mark.parametrize("model", CHARTS, ids=["ensemble", "MEWMA", "T2 and the furthest"])
 def test_a_monitor_may_be_a_chart(tmp_path, model):
-    """Without a model it is calibrated as one with it, names its statistics, and is the same from a file."""
+    """A chart is calibrated like a model, names its statistics, and is stored and loaded."""
     monitor = Monitor.fit(runs(0, count=200), model=model)
     alarmed = monitor.score(runs(7000, count=400)).score.max("step") > monitor.threshold(0.1)
     low, high = false_alarm_interval(len(monitor.clean), 0.1, coverage=0.999)
     assert low - 0.05 < alarmed.mean() < high + 0.05
-    found = monitor.score(runs(77, "drift", 4.0))
-    assert (found.score.max("step") > monitor.threshold(0.1)).all()
-    assert set(found.most.values.ravel()) <= set(model.score_names)
-    assert found.latent.shape == (20, 200, len(NAMES))
+    result = monitor.score(runs(77, "drift", 4.0))
+    assert (result.score.max("step") > monitor.threshold(0.1)).all()
+    assert set(result.most.values.ravel()) <= set(model.score_names)
+    assert result.latent.shape == (20, 200, len(NAMES))
     monitor.save(tmp_path / "monitor.npz")
-    again = Monitor.load(tmp_path / "monitor.npz")
-    assert again.expectation.model == model
-    assert monitor.score(runs(5000)).identical(again.score(runs(5000)))
-    assert again.threshold(0.1) == monitor.threshold(0.1)
+    loaded = Monitor.load(tmp_path / "monitor.npz")
+    assert loaded.expectation.model == model
+    assert monitor.score(runs(5000)).identical(loaded.score(runs(5000)))
+    assert loaded.threshold(0.1) == monitor.threshold(0.1)
 
 
 @pytest.mark.parametrize("model", ["ensemble", "chart"])
-def test_charts_allow_for_gaps(model):
+def test_charts_may_allow_gaps(model):
     clean, new = runs(0, count=60), runs(5000)
     clean[3, 60:], clean[5, 10:20] = np.nan, np.nan
     monitor = Monitor.fit(clean, model=model, gaps=True)
-    whole = monitor.score(new).score.values
+    complete = monitor.score(new).score.values
     new[:, 30:40] = np.nan
-    found = monitor.score(new).score.values
+    result = monitor.score(new).score.values
     assert np.isfinite(monitor.clean).all()
-    assert np.isnan(found[:, 30:40]).all()
-    assert np.isfinite(np.delete(found, range(30, 40), axis=1)).all()
-    np.testing.assert_allclose(found[:, 199], whole[:, 199], atol={"chart": 1e-3, "ensemble": 0.05}[model])  # forgotten
+    assert np.isnan(result[:, 30:40]).all()
+    assert np.isfinite(np.delete(result, range(30, 40), axis=1)).all()
+    np.testing.assert_allclose(result[:, 199], complete[:, 199], atol={"chart": 1e-3, "ensemble": 0.05}[model])
 
 
 def test_an_unknown_model_is_refused():
@@ -214,7 +217,7 @@ def test_an_unknown_model_is_refused():
 
 
 @pytest.mark.parametrize("model", [LRU(size=2), GRU(size=3, hidden=(4,)), Kalman(size=2)], ids=["lru", "gru", "kalman"])
-def test_a_saved_monitor_is_the_same(tmp_path, model):
+def test_a_loaded_monitor_equals_the_saved_one(tmp_path, model):
     random = np.random.default_rng(0)
     envelopes = [StepwiseStats(*random.normal(size=(2, 9, 4)).astype(np.float32)) for _ in range(3)]
     matrices = random.normal(size=(3, 4, 4))
@@ -223,25 +226,25 @@ def test_a_saved_monitor_is_the_same(tmp_path, model):
     )
     channels = ChannelScaler.fit(NAMES, runs(0).values)
     params = jax.jit(lambda key: model.init(key, len(NAMES)))(jax.random.key(0))
-    known = Expectation(model, channels, params, reference, ScoreNormalizer(np.zeros(S), np.ones(S)))
-    monitor = Monitor(known, np.arange(9.0), gaps=True)
+    expectation = Expectation(model, channels, params, reference, ScoreNormalizer(np.zeros(S), np.ones(S)))
+    monitor = Monitor(expectation, np.arange(9.0), gaps=True)
     monitor.save(tmp_path / "monitor.npz")
-    again = Monitor.load(tmp_path / "monitor.npz")
-    chex.assert_trees_all_equal(arrays_of(monitor), arrays_of(again))
-    assert (again.gaps, again.expectation.model, again.expectation.channels.names) == (True, model, NAMES)
+    loaded = Monitor.load(tmp_path / "monitor.npz")
+    chex.assert_trees_all_equal(arrays_of(monitor), arrays_of(loaded))
+    assert (loaded.gaps, loaded.expectation.model, loaded.expectation.channels.names) == (True, model, NAMES)
 
 
 def arrays_of(monitor):
-    known = monitor.expectation
-    channels = known.channels.center, known.channels.scale, known.channels.complete
-    return monitor.clean, channels, known.params, known.reference, known.normalizer
+    expectation = monitor.expectation
+    channels = expectation.channels.center, expectation.channels.scale, expectation.channels.complete
+    return monitor.clean, channels, expectation.params, expectation.reference, expectation.normalizer
 
 
-def test_a_saved_monitor_says_the_same(tmp_path, monitor):
+def test_a_loaded_monitor_gives_the_same_scores(tmp_path, monitor):
     monitor.save(tmp_path / "monitor.npz")
-    again = Monitor.load(tmp_path / "monitor.npz")
-    assert monitor.score(runs(5000)).identical(again.score(runs(5000)))
-    assert again.threshold(0.2) == monitor.threshold(0.2)
+    loaded = Monitor.load(tmp_path / "monitor.npz")
+    assert monitor.score(runs(5000)).identical(loaded.score(runs(5000)))
+    assert loaded.threshold(0.2) == monitor.threshold(0.2)
 
 
 def test_a_file_that_is_no_monitor_is_refused(tmp_path, monitor):
@@ -263,7 +266,7 @@ def test_a_file_that_is_no_monitor_is_refused(tmp_path, monitor):
         Monitor.load(path)
 
 
-def test_what_a_monitor_cannot_be_fitted_to_is_refused(monitor):
+def test_too_few_runs_and_absent_channels_are_refused(monitor):
     with pytest.raises(ValueError, match="takes two clean runs or more"):
         Monitor.fit(runs(0, count=1), training=SHORT)
     with pytest.raises(ValueError, match=r"20 clean runs are too few for a false-alarm rate of 0\.01: it takes 99"):
@@ -272,23 +275,23 @@ def test_what_a_monitor_cannot_be_fitted_to_is_refused(monitor):
         monitor.score(runs(0, count=1).drop_isel(channel=0))
 
 
-def test_scores_are_compared_in_spreads_of_clean_runs():
-    """Whose largest ones are at 0 in the median, and at 1 in the 97th percentile."""
+def test_the_normalizer_scales_by_the_largest_scores_of_clean_runs():
+    """Normalized, the largest scores of clean runs have a median of 0 and a 97th percentile of 1."""
     largest = np.random.default_rng(0).lognormal((1, 3), (0.5, 2), size=(5001, 2))
-    known = ScoreNormalizer.fit(np.stack([largest, largest / 2], axis=1))
-    found = known.normalize(largest, np)
-    np.testing.assert_allclose(np.median(found, axis=0), 0, atol=1e-5)
-    np.testing.assert_allclose(np.percentile(found, 97, axis=0), 1, atol=1e-5)
+    normalizer = ScoreNormalizer.fit(np.stack([largest, largest / 2], axis=1))
+    result = normalizer.normalize(largest, np)
+    np.testing.assert_allclose(np.median(result, axis=0), 0, atol=1e-5)
+    np.testing.assert_allclose(np.percentile(result, 97, axis=0), 1, atol=1e-5)
 
 
-def test_a_step_without_any_value_is_an_alarm_unless_gaps_are_allowed():
+def test_steps_without_values_are_alarms_unless_gaps_are_allowed():
     new = runs(5000)
     new[:, 30:40] = np.nan
-    found = Monitor.fit(runs(0, count=60), model="chart").score(new).score.values
-    assert (found[:, 30:40] == np.inf).all()
+    result = Monitor.fit(runs(0, count=60), model="chart").score(new).score.values
+    assert (result[:, 30:40] == np.inf).all()
 
 
-def test_a_monitor_is_not_changed_in_place(monitor):
-    for thing, name in ((monitor, "gaps"), (monitor.expectation, "model")):
+def test_a_monitor_is_immutable(monitor):
+    for object_, name in ((monitor, "gaps"), (monitor.expectation, "model")):
         with pytest.raises(AttributeError):
-            setattr(thing, name, None)
+            setattr(object_, name, None)

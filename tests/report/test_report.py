@@ -1,4 +1,4 @@
-"""The report against synthetic run folders: self-contained, faithful to the stored numbers, hard to break."""
+"""The report for synthetic run folders: it is self-contained, agrees with the stored numbers, and is robust."""
 
 import dataclasses
 import json
@@ -20,13 +20,13 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture
-def page_alone(monkeypatch):
-    """Figures take the most time of a report; where a test looks at its page alone, their files are not made."""
+def without_figure_files(monkeypatch):
+    """Does not write the files of figures, which take most of a report's time and which these tests do not need."""
     monkeypatch.setattr("jaxaudit.report.page.write_figures", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
-def typical(tmp_path_factory):
+def typical_report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "typical"
     performance = simulate(grid(), 8, 400)
     performance[0, 7, 300:] = np.nan
@@ -35,8 +35,8 @@ def typical(tmp_path_factory):
     return folder, path.read_text(), metrics, summary
 
 
-def test_page_loads_nothing(typical):
-    _, page, *_ = typical
+def test_the_page_loads_nothing(typical_report):
+    _, page, *_ = typical_report
     text = outside_scripts(page)
     assert not re.search(r"""(src|href|action|data|poster)\s*=\s*["']?\s*(https?:)?//""", text)
     assert not re.search(r"@import|url\(", text)
@@ -47,8 +47,8 @@ def test_page_loads_nothing(typical):
     assert re.findall(r"<script[^>]*\bsrc\b", page) == []
 
 
-def test_figures_are_valid_files(typical):
-    folder, *_ = typical
+def test_figures_are_valid_files(typical_report):
+    folder, *_ = typical_report
     names = {path.stem for path in (folder / "figures").iterdir()}
     assert names == {"performance", "collapse_map", "dose_response", *(f"channels_{kind}" for kind in KINDS)}
     for name in names:
@@ -58,42 +58,44 @@ def test_figures_are_valid_files(typical):
         assert (folder / "figures" / f"{name}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_what_is_singled_out_is_stronger_and_a_rule_is_seen_under_the_pointer_alone(typical):
-    _, page, *_ = typical
+def test_selected_lines_are_opaque_and_rules_show_under_the_pointer(typical_report):
+    _, page, *_ = typical_report
     panel = specs(page)["spec-performance"]["concat"][0]
-    chosen = {}
+    opacities = {}
     for layer in panel["layer"]:
         if opacity := layer["encoding"].get("opacity"):
-            (yes,) = opacity["condition"]
-            chosen[layer.get("name", layer["mark"]["type"]).split("_")[0]] = yes["value"], opacity["value"]
-    assert chosen == {"area": (0.16, 0.02), "lines": (1.0, 0.08), "point": (1.0, 0.08), "rules": (0.25, 0.0)}
-    assert {p["name"].split("_")[0] for p in specs(page)["spec-performance"]["params"]} >= {"hover", "pick"}
+            (active,) = opacity["condition"]
+            opacities[layer.get("name", layer["mark"]["type"]).split("_")[0]] = active["value"], opacity["value"]
+    assert opacities == {"area": (0.16, 0.02), "lines": (1.0, 0.08), "point": (1.0, 0.08), "rules": (0.25, 0.0)}
+    assert {param["name"].split("_")[0] for param in specs(page)["spec-performance"]["params"]} >= {"hover", "pick"}
 
 
-def test_panels_of_channels_share_a_legend_and_those_of_performance_have_their_own(typical):
-    _, page, *_ = typical
-    found = specs(page)
-    channels = [name for name in found if name.startswith("spec-channels")]
+def test_channel_panels_share_a_legend_and_performance_panels_do_not(typical_report):
+    _, page, *_ = typical_report
+    figures = specs(page)
+    channels = [name for name in figures if name.startswith("spec-channels")]
     assert channels
     for name, legend in [("spec-performance", "independent"), *((name, "shared") for name in channels)]:
-        spec = found[name]
+        spec = figures[name]
         assert spec["resolve"]["legend"] == {"color": legend}, name
         assert spec["resolve"]["scale"] == {"color": legend, "x": "independent", "y": "independent"}, name
         assert spec["config"]["font"] == style.FONT
 
 
-def test_numbers_equal_the_tables(typical):
-    _, page, metrics, summary = typical
+def test_numbers_equal_the_tables(typical_report):
+    _, page, metrics, summary = typical_report
     first, second = re.findall(r"<tbody>(.*?)</tbody>", page.split('id="metrics"')[1], re.S)[:2]
     columns = ["divergence_probability", "collapse_probability", "iqm_final_performance"]
     for text, row in zip(re.findall(r"<tr>(.*?)</tr>", first, re.S), summary.itertuples(), strict=True):
         values = re.findall(r'data-value="([^"]*)"', text)
         assert values[0] == row.condition
-        told = [float(v or "nan") for v in values[3:6]]
-        assert told == pytest.approx([getattr(row, c) for c in columns], rel=1e-12, nan_ok=True)
+        values_of_row = [float(v or "nan") for v in values[3:6]]
+        assert values_of_row == pytest.approx([getattr(row, c) for c in columns], rel=1e-12, nan_ok=True)
         assert f"{row.collapse_probability_high:.3g}" in text
-    shown = [re.findall(r'data-value="([^"]*)"', r) for r in re.findall(r"<tr>(.*?)</tr>", second, re.S)]
-    assert [float(r[2]) for r in shown] == pytest.approx(list(metrics.collapse_time))
+    lane_values = [
+        re.findall(r'data-value="([^"]*)"', row_values) for row_values in re.findall(r"<tr>(.*?)</tr>", second, re.S)
+    ]
+    assert [float(row_values[2]) for row_values in lane_values] == pytest.approx(list(metrics.collapse_time))
     assert "never" in second
     reason = "recovery_rate: J never fell below J_pre after the onset, so there was nothing to recover"
     assert metrics[metrics.perturbation == "control"].recovery_rate.isna().all()
@@ -103,8 +105,8 @@ def test_numbers_equal_the_tables(typical):
     assert f'title="{reason}' in second
 
 
-def test_lines_are_the_medians_over_seeds(typical):
-    _, page, *_ = typical
+def test_lines_and_bands_are_quantiles_over_seeds(typical_report):
+    _, page, *_ = typical_report
     conditions = grid()
     performance = simulate(conditions, 8, 400)
     spec = specs(page)["spec-performance"]
@@ -119,28 +121,28 @@ def test_lines_are_the_medians_over_seeds(typical):
         assert strongest[step] == pytest.approx(expected[:, step], rel=1e-5)
 
 
-def test_a_condition_that_changed_nothing_is_told(tmp_path):
+def test_conditions_without_any_effect_are_reported(tmp_path):
     conditions = grid()
     performance = simulate(conditions, 5, 400)
     disturbed = conditions.index[conditions.perturbation != "control"]
     performance[:, disturbed[0]] = performance[:, conditions.index[conditions.perturbation == "control"][0]]
     write(tmp_path, conditions, performance=performance, channels=CHANNELS)
     run = load(tmp_path)
-    assert not _without_effect(run), "another channel differs"
-    alone = run.telemetry[["performance", "layer_gradient_norm", "evaluation_return"]]
-    run = dataclasses.replace(run, telemetry=alone)
+    assert not _without_effect(run), "the other channels differ"
+    selected = run.telemetry[["performance", "layer_gradient_norm", "evaluation_return"]]
+    run = dataclasses.replace(run, telemetry=selected)
     assert _without_effect(run) == [conditions.condition[disturbed[0]]]
-    (sentence,) = (s for s in verdict(run, line_panels.panels(run)).sentences if "No effect at all" in s)
+    (sentence,) = (text for text in verdict(run, line_panels.panels(run)).sentences if "No effect at all" in text)
     name = conditions.condition[disturbed[0]]
     assert sentence == f"No effect at all: under <b>{name}</b>, every channel is bitwise equal to the control's."
 
 
-def test_verdict_names_the_culprits(typical):
-    _, page, _, summary = typical
+def test_the_verdict_names_the_harmful_perturbations(typical_report):
+    _, page, _, summary = typical_report
     lead = re.search(r'<p class="lead">(.*?)</p>', page, re.S).group(1)
     text = re.search(r'<ul class="verdict">(.*?)</ul>', page, re.S).group(1)
-    hit = summary[summary.collapse_probability >= 0.5].perturbation.unique()
-    assert set(re.findall(r"<b>(.*?)</b>", lead)) == set(hit)
+    harmful = summary[summary.collapse_probability >= 0.5].perturbation.unique()
+    assert set(re.findall(r"<b>(.*?)</b>", lead)) == set(harmful)
     assert "critical magnitude" in text
     assert "<b>observation_noise</b> collapses no seed at any magnitude tried" in text
     assert "in the 50 steps from the last onset, their performance differs by up to 1.7" in text
@@ -149,7 +151,7 @@ def test_verdict_names_the_culprits(typical):
 
 
 def collapses(*times):
-    """What the verdict says where the lanes of a perturbation at 1, 3, ... fall at these steps (None: never)."""
+    """Conditions and performance of lanes which collapse at these steps (None: never), at magnitudes 1, 3, ..."""
     conditions = grid({"weight_noise": ("parametric", tuple(3.0**i for i in range(len(times))), 1.0)}, duration=1)
     performance = 400 + np.random.default_rng(0).normal(size=(len(times[0]), len(conditions), 400))
     performance[:] = performance[:, :1]
@@ -167,7 +169,7 @@ def verdict_of(folder, *times):
 
 
 @pytest.mark.exhaustive
-def test_late_collapses_are_called_late_where_most_are(tmp_path, page_alone):
+def test_collapses_are_called_late_if_most_are(tmp_path, without_figure_files):
     text, _ = verdict_of(tmp_path / "late", [150, 250, 260, 270, None, None, None])
     assert "Most of these collapses come after T_max / 2" in text
     text, _ = verdict_of(tmp_path / "early", [150, 160, 170, 270, None, None, None])
@@ -176,26 +178,26 @@ def test_late_collapses_are_called_late_where_most_are(tmp_path, page_alone):
 
 
 @pytest.mark.exhaustive
-def test_a_critical_magnitude_that_is_not_there_is_bounded_on_the_right_side(tmp_path, page_alone):
-    """All seeds fall at 3, none elsewhere: made monotone, fewer than half do anywhere."""
+def test_an_absent_critical_magnitude_has_a_bound_and_a_reason(tmp_path, without_figure_files):
+    """All seeds collapse at 3 and none elsewhere, so that the monotone fit stays below one half."""
     _, page = verdict_of(tmp_path, *([[None] * 6, [150] * 6] + [[None] * 6] * 2))
-    said = "critical magnitude above 27: the fitted share stays below one half"
-    assert said in page
+    expected = "critical magnitude above 27: the fitted share stays below one half"
+    assert expected in page
 
 
 @pytest.mark.exhaustive
-def test_a_learner_that_improves_before_the_onset_hides_collapses_and_is_told(tmp_path, page_alone):
+def test_a_trend_before_the_onset_is_reported(tmp_path, without_figure_files):
     conditions, performance = collapses([None] * 6)
     write(tmp_path / "steady", conditions, performance=performance)
     performance += np.arange(400, dtype=np.float32)
     write(tmp_path / "rising", conditions, performance=performance)
-    said = "In the 50 steps before step 120 performance was itself rising or falling"
-    assert said not in report.build(tmp_path / "steady").read_text()
-    assert said in report.build(tmp_path / "rising").read_text()
+    warning = "In the 50 steps before step 120 performance was itself rising or falling"
+    assert warning not in report.build(tmp_path / "steady").read_text()
+    assert warning in report.build(tmp_path / "rising").read_text()
 
 
 @pytest.mark.exhaustive
-def test_few_seeds_are_not_judged_by_intervals_they_do_not_have(tmp_path, page_alone):
+def test_with_few_seeds_performance_is_not_tested(tmp_path, without_figure_files):
     text, _ = verdict_of(tmp_path, [None] * 3)
     assert "3 seeds are too few for 95% intervals of performance, so differences in performance are not tested" in text
     assert "collapses no seed at any magnitude tried (95% upper bound of the collapse probability: " in text
@@ -203,7 +205,7 @@ def test_few_seeds_are_not_judged_by_intervals_they_do_not_have(tmp_path, page_a
 
 
 @pytest.mark.exhaustive
-def test_targets_of_a_perturbation_are_panels_of_their_own(tmp_path, page_alone):
+def test_targets_of_a_perturbation_have_separate_panels(tmp_path, without_figure_files):
     conditions = grid({"weight_noise": ("parametric", (1.0, 1.0), 9.0)})
     conditions["target"] = ["", "actor", "critic"]
     conditions["condition"] = ["control", "a", "b"]
@@ -229,7 +231,7 @@ def test_hostile_text_is_harmless(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_one_condition_one_seed(tmp_path):
+def test_a_run_of_one_condition_and_one_seed(tmp_path):
     write(tmp_path, grid({"lr_spike": ("optimization", (10.0,), 14.0)}), seeds=1)
     page = report.build(tmp_path).read_text()
     assert "One seed" in page
@@ -238,7 +240,7 @@ def test_one_condition_one_seed(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_control_alone(tmp_path):
+def test_a_run_of_the_control_only(tmp_path):
     write(tmp_path, grid({}), seeds=3)
     page = report.build(tmp_path).read_text()
     assert "Only the undisturbed control was run" in page
@@ -246,7 +248,7 @@ def test_control_alone(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_unusual_values(tmp_path):
+def test_unusual_magnitudes_and_non_finite_values(tmp_path):
     conditions = grid({"gradient_scale": ("optimization", (-0.2, 0.0, 0.2), 9.0), "a+b": ("signal", (np.nan,), 1.0)})
     performance = simulate(conditions, 3, 400, offset=-2000.0)
     performance[:, 1, 150:] = np.nan
@@ -269,7 +271,7 @@ def test_unusual_values(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_several_onsets_partly_run(tmp_path):
+def test_an_interrupted_run_with_several_onsets(tmp_path):
     conditions = grid({"lr_spike": KINDS["lr_spike"]}, onsets=(120, 240))
     performance = simulate(conditions, 4, 400)
     performance[..., 300:] = np.nan
@@ -285,7 +287,7 @@ def test_several_onsets_partly_run(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_telemetry_alone_and_nothing_at_all(tmp_path):
+def test_runs_without_tables_or_telemetry(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"telemetry\.zarr"):
         report.build(tmp_path)
     conditions = grid({"lr_spike": KINDS["lr_spike"]})
@@ -300,7 +302,7 @@ def test_telemetry_alone_and_nothing_at_all(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_large_grid_stays_small(tmp_path, page_alone):
+def test_the_page_of_a_large_grid_stays_small(tmp_path, without_figure_files):
     kinds = {f"kind_{i}": ("data", (0.1, 0.2, 0.4, 0.8), 0.3) for i in range(10)}
     write(tmp_path, grid(kinds), steps=500, channels=CHANNELS)
     size = report.build(tmp_path).stat().st_size
@@ -315,84 +317,88 @@ def test_a_report_is_reproducible(tmp_path):
     assert [path.read_bytes() for path in files] == first
 
 
-def test_spread_counts_the_lost():
-    x = np.array([[1.0, np.nan, np.nan], [2, 5, np.nan], [3, 6, np.inf], [4, 7, np.nan]])
-    median, low, high = line_panels.median_and_band(x, lost_is_worst=True)
+def test_bands_count_non_finite_lanes_as_the_worst():
+    values = np.array([[1.0, np.nan, np.nan], [2, 5, np.nan], [3, 6, np.inf], [4, 7, np.nan]])
+    median, low, high = line_panels.median_and_band(values, lost_is_worst=True)
     assert median.tolist() == [2.5, 5.5, -np.inf]
     assert low.tolist() == [1.75, -np.inf, -np.inf]
     assert high.tolist() == [3.25, 6.25, -np.inf]
-    median, low, high = line_panels.median_and_band(x)
+    median, low, high = line_panels.median_and_band(values)
     assert median[:2].tolist() == [2.5, 6.0]
     assert np.isnan(median[2])
-    assert np.isnan(line_panels.median_and_band(x[:1])[1]).all()
+    assert np.isnan(line_panels.median_and_band(values[:1])[1]).all()
 
 
-def test_thinning_keeps_the_onset_dense():
+def test_thinning_keeps_steps_around_the_onset():
     steps = np.arange(10_000)
-    kept = steps[line_panels.select_steps(steps, 3000, 100)]
-    assert len(kept) <= 400
-    assert {2999, 3000, 3001} <= set(kept)
-    assert {0, 9999} <= set(kept)
+    selected = steps[line_panels.select_steps(steps, 3000, 100)]
+    assert len(selected) <= 400
+    assert {2999, 3000, 3001} <= set(selected)
+    assert {0, 9999} <= set(selected)
 
 
-def test_domain_cuts_only_extremes():
-    calm = np.linspace(0, 1, 200)
-    assert not style.domain([calm, calm - 9], [calm])[1]
-    ends, cut = style.domain([calm, np.array([-1e9, np.nan])], [calm])
-    assert cut
+def test_the_axis_leaves_out_only_extreme_values():
+    usual = np.linspace(0, 1, 200)
+    assert not style.domain([usual, usual - 9], [usual])[1]
+    ends, clipped = style.domain([usual, np.array([-1e9, np.nan])], [usual])
+    assert clipped
     assert -4 < ends[0] < -3
     assert style.domain([np.array([np.nan])], [])[0] == (0.0, 1.0)
 
 
-def test_of_many_panels_those_that_tell_most_are_drawn(tmp_path):
+def test_of_many_panels_the_most_harmful_are_drawn(tmp_path):
     conditions = grid(onsets=(100, 120, 140, 160))
     rng = np.random.default_rng(0)
     performance = np.full((8, len(conditions), 400), 1.0, np.float32) + rng.normal(size=(8, 1, 400)).astype(np.float32)
-    hit = [
-        place
-        for place, row in conditions.iterrows()
+    harmful = [
+        index
+        for index, row in conditions.iterrows()
         if (row.perturbation, row.onset) in {("weight_noise", 160), ("lr_spike", 100), ("reward_flip", 120)}
     ]
-    performance[:, hit, 170:] = -1e3
+    performance[:, harmful, 170:] = -1e3
     write(tmp_path, conditions, performance=performance)
     run = load(tmp_path)
     groups = line_panels.panels(run)
-    few = outcomes.most_harmful(run, groups, limit=3)
+    selected = outcomes.most_harmful(run, groups, limit=3)
     assert len(groups) == 16
-    assert [(p.perturbation, p.onset) for p in few] == [("lr_spike", 100), ("reward_flip", 120), ("weight_noise", 160)]
+    assert [(panel.perturbation, panel.onset) for panel in selected] == [
+        ("lr_spike", 100),
+        ("reward_flip", 120),
+        ("weight_noise", 160),
+    ]
     assert outcomes.most_harmful(run, groups, limit=16) == groups
     assert len(outcomes.most_harmful(dataclasses.replace(run, summary=None), groups)) == outcomes.MAX_PANELS
-    told = audit_page._omitted(groups, few)
-    assert "3 of 16 panels" in told
-    assert "tables contain all" in told
+    note = audit_page._omitted(groups, selected)
+    assert "3 of 16 panels" in note
+    assert "tables contain all" in note
     assert audit_page._omitted(groups, groups) is None
 
 
 @pytest.mark.exhaustive
-def test_of_many_magnitudes_some_are_drawn_and_both_ends(tmp_path):
+def test_of_many_magnitudes_a_selection_with_both_ends_is_drawn(tmp_path):
     magnitudes = tuple(float(m) for m in range(1, 41))
     conditions = grid({"lr_spike": ("optimization", magnitudes, 20.0)})
     write(tmp_path, conditions, seeds=2)
     (panel,) = line_panels.panels(load(tmp_path))
-    few = outcomes.with_fewer_lines(panel)
-    assert len(few.disturbed) == outcomes.MAX_LINES
-    assert (few.lines[0].key, few.disturbed[0].magnitude, few.disturbed[-1].magnitude) == ("c", 1, 40)
-    assert outcomes.with_fewer_lines(few) is few
+    reduced = outcomes.with_fewer_lines(panel)
+    assert len(reduced.disturbed) == outcomes.MAX_LINES
+    assert (reduced.lines[0].key, reduced.disturbed[0].magnitude, reduced.disturbed[-1].magnitude) == ("c", 1, 40)
+    assert outcomes.with_fewer_lines(reduced) is reduced
     page = report.build(tmp_path).read_text()
     assert f"A panel shows at most {outcomes.MAX_LINES} magnitudes" in page
-    assert "lr_spike 2<" in page, "the tables have all"
+    assert "lr_spike 2<" in page, "the tables contain all magnitudes"
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("count", "side_by_side", "intervals"), [(3, 2, True), (8, 1, True), (20, 1, False)])
-def test_an_interval_is_in_a_cell_only_if_it_has_room_there(count, side_by_side, intervals, tmp_path):
+def test_cells_show_intervals_only_if_they_are_wide_enough(count, side_by_side, intervals, tmp_path):
     magnitudes = tuple(float(m) for m in range(1, count + 1))
     write(tmp_path, grid({"lr_spike": ("optimization", magnitudes, 20.0)}))
     run = load(tmp_path)
-    drawn = collapse_map(run, line_panels.panels(run)).spec
-    room = drawn["usermeta"]["panel"]
-    assert room["columns"] == side_by_side
-    for panel in drawn["concat"]:
+    spec = collapse_map(run, line_panels.panels(run)).spec
+    layout = spec["usermeta"]["panel"]
+    assert layout["columns"] == side_by_side
+    for panel in spec["concat"]:
         texts = [layer["encoding"]["text"]["field"] for layer in panel["layer"] if "text" in layer["encoding"]]
         assert ("interval" in texts) is intervals
-        assert min(panel["width"], room["least"]) / count >= (60 if intervals else 40)
+        assert min(panel["width"], layout["least"]) / count >= (60 if intervals else 40)

@@ -1,4 +1,4 @@
-"""Specs of learners on dialogues: every mistake is one sentence, and what is stored says all."""
+"""Specs of learners on dialogues: every mistake gives one sentence, and the stored spec has every default."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ from jaxaudit.spec.document import parse
 
 LEARNER = 'kind = "grpo"\nwarm_start = 0\nepochs = 1'
 PERTURBATION = '[[perturbation]]\nkind = "verifier_flip"\nmagnitude = 0.3\n'
-GOOD = f"""
+VALID_SPEC = f"""
 [audit]
 name = "rows"
 seeds = 2
@@ -39,8 +39,8 @@ name = "hop"
 
 
 @pytest.fixture(autouse=True)
-def _workplace(tmp_path, monkeypatch):
-    """An empty current folder, and a JAX left as the other tests want it."""
+def _empty_folder(tmp_path, monkeypatch):
+    """Changes to an empty folder, and keeps the settings of JAX."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "prepare_jax", lambda: None)
 
@@ -57,7 +57,7 @@ def perturbation(kind, magnitude):
     return PERTURBATION, f'[[perturbation]]\nkind = "{kind}"\nmagnitude = {magnitude}\n'
 
 
-SPECS = {
+WRONG_SPECS = {
     # The dialogue.
     "an unknown dialogue": (task("hopp"), "[task]: unknown dialogue 'hopp' (did you mean 'hop'?); allowed: calculator"),
     "an unknown setting": (task("hop", "hop = 3"), "[task]: unknown key 'hop' (did you mean 'hops'?)"),
@@ -186,24 +186,24 @@ SPECS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", SPECS)
-def test_a_wrong_spec(case, capsys):
-    (old, new), words = SPECS[case]
-    assert old in GOOD
+@pytest.mark.parametrize("case", WRONG_SPECS)
+def test_a_wrong_spec_is_refused_in_one_sentence(case, capsys):
+    (old, new), message = WRONG_SPECS[case]
+    assert old in VALID_SPEC
     if "lines.jsonl" in new:
         lines = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "four " * 8}]
         Path("lines.jsonl").write_text("\n".join(map(json.dumps, lines)))
     if case == "a checkpoint of other tokens":
         model = gpt2.GPT2(10, 16, gpt2.SIZES["micro"])
         gpt2_checkpoint.save(Path("checkpoint"), gpt2.init_params(model, jax.random.key(0)), model)
-    Path("spec.toml").write_text(GOOD.replace(old, new, 1), encoding="utf-8")
+    Path("spec.toml").write_text(VALID_SPEC.replace(old, new, 1), encoding="utf-8")
     sentence = refusal(capsys, "run", "spec.toml", "-o", "out")
     assert sentence.startswith("jaxaudit: spec.toml")
-    assert words in sentence
+    assert message in sentence
 
 
-def test_sites_that_settings_leave_out_say_why(capsys):
-    """One trace of a learner for all of them."""
+def test_absent_sites_are_explained_by_the_settings(capsys):
+    """One traced step of a learner serves all kinds."""
     kinds = {
         "label_smoothing": "for the policy's tokens are no labels",
         "token_corruption": "for rows are written by the policy",
@@ -219,23 +219,23 @@ def test_sites_that_settings_leave_out_say_why(capsys):
         "action_noise": "for rows are made of tokens: see sampler_noise and temperature_spike",
         "dynamics_shift": "for a dialogue has none: see tool_shift and difficulty_shift",
     }
-    spec = parse(GOOD.replace('kind = "grpo"', 'kind = "dr_grpo"'))
+    spec = parse(VALID_SPEC.replace('kind = "grpo"', 'kind = "dr_grpo"'))
     sites = find_sites(spec._learner(), 20)
-    for name, why in kinds.items():
-        assert why in site_misfit(perturbations[name](), sites)
+    for name, reason in kinds.items():
+        assert reason in site_misfit(perturbations[name](), sites)
     target = perturbations["weight_noise"](target="critic")
-    said = site_misfit(target, sites)
-    assert "in none of the paths at site 'params', for advantage 'group_mean' has no critic: policy/... (" in said
+    message = site_misfit(target, sites)
+    assert "in none of the paths at site 'params', for advantage 'group_mean' has no critic: policy/... (" in message
 
 
-def test_a_function_as_a_reward_is_told_the_way():
+def test_a_function_as_a_reward_is_refused_with_advice():
     with pytest.raises(ValueError, match="to write a reward in Python, register a dialogue with"):
         grpo("hop", reward=lambda row: 1.0)
 
 
 @pytest.mark.parametrize("kind", PRESETS)
 def test_the_stored_spec_has_every_default(kind):
-    spec = parse(GOOD.replace(LEARNER, f'kind = "{kind}"'))
+    spec = parse(VALID_SPEC.replace(LEARNER, f'kind = "{kind}"'))
     text = spec.to_toml()
     assert parse(text) == spec
     for line in ("entities = 6", "rare_share = 0.002", "clip_low = ", 'advantage = "', "warm_start_success = 0.5"):
@@ -244,15 +244,17 @@ def test_the_stored_spec_has_every_default(kind):
 
 
 @pytest.mark.parametrize("kind", PRESETS)
-def test_defaults_are_those_that_results_were_measured_with(kind):
-    """Those of the dataclass, and what the preset has otherwise: a change of either is a change of results."""
-    known = json.loads((DATA / "dialogue_defaults.json").read_text())
-    assert dataclasses.asdict(settings_of(kind)()) == known["every"] | known[kind]
-    assert dataclasses.asdict(DialogueSettings()) == known["every"]
+def test_defaults_equal_the_stored_ones(kind):
+    """A change of a default, of the dataclass or of a preset, changes published results."""
+    stored = json.loads((DATA / "dialogue_defaults.json").read_text())
+    assert dataclasses.asdict(settings_of(kind)()) == stored["every"] | stored[kind]
+    assert dataclasses.asdict(DialogueSettings()) == stored["every"]
 
 
-def test_what_can_be_named_is_listed():
-    learners, tasks, disturbances = (getattr(listing, what)() for what in ("learners", "tasks", "perturbations"))
+def test_the_listing_has_presets_dialogues_and_perturbations():
+    learners, tasks, disturbances = (
+        getattr(listing, function_name)() for function_name in ("learners", "tasks", "perturbations")
+    )
     for kind in PRESETS:
         assert any(line.startswith(f"{kind}  ") for line in learners)
     assert any(line.startswith("dialogue  ") for line in tasks)
@@ -262,14 +264,14 @@ def test_what_can_be_named_is_listed():
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_settings_of_presets_are_read_where_their_types_are_known(preset):
-    """From Python 3.12 on `make_dataclass` says that a class is of the module that calls it."""
-    made = settings_of(preset)
-    assert made.__module__ == DialogueSettings.__module__
-    assert get_type_hints(made).keys() == get_type_hints(DialogueSettings).keys()
+def test_type_hints_of_preset_settings_resolve(preset):
+    """From Python 3.12 on, `make_dataclass` sets a class's module to that of its caller, so that hints may fail."""
+    settings_class = settings_of(preset)
+    assert settings_class.__module__ == DialogueSettings.__module__
+    assert get_type_hints(settings_class).keys() == get_type_hints(DialogueSettings).keys()
 
 
-def test_the_packaged_specs_are_specs(capsys):
+def test_the_packaged_specs_are_valid(capsys):
     assert cli.main(["quickstart", "llm", "--print-spec"]) == 0
     spec = parse(capsys.readouterr().out)
     assert (spec.learner.kind, spec.task.name, spec.audit.seeds, spec.audit.steps) == ("grpo", "hop", 8, 100)

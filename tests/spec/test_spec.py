@@ -39,7 +39,7 @@ def conditions_of(spec):
     return [(c.name, c.magnitude, c.onset) for c in spec.build().conditions if c.parts]
 
 
-def test_defaults_are_written_out():
+def test_defaults_are_stored_in_the_spec():
     text = spec_of('[[perturbation]]\nkind = "lr_spike"', "ppo").to_toml()
     expected = {
         "audit": {"name": "audit", "telemetry": "full", "execution": "vmap"},
@@ -61,7 +61,7 @@ DIALOGUE = HEAD.replace('kind = "mujoco"\nname = "InvertedPendulum-v5"', 'kind =
 )
 
 
-def test_a_dialogues_name_chooses_the_keys_beside_it():
+def test_the_name_of_a_dialogue_determines_its_keys():
     spec = parse(DIALOGUE.format(task='name = "hop"\ndifficulty = 2'))
     written = tomllib.loads(spec.to_toml())["task"]
     assert written == {
@@ -79,7 +79,7 @@ def test_a_dialogues_name_chooses_the_keys_beside_it():
     assert hash(spec.task) == hash(dialogues.named("hop", difficulty=2.0))
 
 
-def test_a_dialogue_is_of_files_that_need_not_be_there_when_a_spec_is_read(tmp_path, monkeypatch):
+def test_files_of_a_dialogue_may_be_absent_when_a_spec_is_parsed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("lines.jsonl").write_text("")
     spec = parse(DIALOGUE.format(task='name = "text"\nfile = "lines.jsonl"\nverifier = "number"'))
@@ -100,12 +100,12 @@ def test_a_dialogue_is_of_files_that_need_not_be_there_when_a_spec_is_read(tmp_p
         ('name = "text"', r"\[task\]: 'file' is missing; it must be a string"),
     ],
 )
-def test_a_wrong_dialogue(task, message):
+def test_invalid_dialogues_are_refused(task, message):
     with pytest.raises(UserError, match=message):
         parse(DIALOGUE.format(task=task))
 
 
-def test_tables_of_a_list_have_headers_and_none_is_left_out():
+def test_lists_of_tables_get_headers_and_none_is_omitted():
     entries = [{"kind": "a", "target": None}, {"onset": 1, "chain": [{"kind": "b", "sweep": (1.0, 2.0)}, {"x": None}]}]
     text = to_toml_text({"audit": {"steps": 9, "lanes": None}, "monitor": None, "entry": entries})
     assert [line for line in text.splitlines() if line.startswith("[")] == [
@@ -117,7 +117,7 @@ def test_tables_of_a_list_have_headers_and_none_is_left_out():
     }
 
 
-def test_a_monitor_lies_in_the_specs_folder(tmp_path):
+def test_the_path_of_a_monitor_is_relative_to_the_spec(tmp_path):
     (tmp_path / "spec.toml").write_text(HEAD.format(learner="quadratic") + '[monitor]\nfile = "m.npz"')
     spec = load(tmp_path / "spec.toml")
     assert spec.monitor.path == tmp_path / "m.npz"
@@ -127,14 +127,14 @@ def test_a_monitor_lies_in_the_specs_folder(tmp_path):
     assert "monitor" not in spec_of(ENTRY).to_toml()
 
 
-def test_every_perturbations_standard_is_written_out():
+def test_standard_perturbations_equal_calls_without_arguments():
     for kind in registry.perturbations:
         (entry,) = spec_of(f'[[perturbation]]\nkind = "{kind}"').perturbations
         standard = registry.perturbations[kind]
         assert entry.perturbation == standard()
 
 
-def test_audit_telemetry_goes_to_the_learner():
+def test_the_telemetry_of_an_audit_is_a_setting_of_the_learner():
     spec = parse(HEAD.format(learner="ppo").replace("steps", 'telemetry = "basic"\nsteps') + ENTRY)
     assert spec.learner.settings.telemetry == "basic"
     assert parse(spec.to_toml()) == spec
@@ -170,7 +170,7 @@ def test_round_trip(entries):
 
 @given(st.text(min_size=1, max_size=30), st.text(max_size=30))
 @settings(max_examples=300, deadline=None)
-def test_strings_survive(target, label):
+def test_strings_survive_a_round_trip(target, label):
     head = HEAD.format(learner="quadratic") + tomli_w.dumps({"label": label})
     spec = parse(f"{head}{ENTRY}{tomli_w.dumps({'target': target})}magnitude = 2", "spec.toml")
     assert (spec.perturbations[0].perturbation.target, spec.learner.settings.label) == (target, label)
@@ -178,24 +178,24 @@ def test_strings_survive(target, label):
 
 
 @pytest.mark.parametrize("text", ['"', "\\", "'''", "a\nb\r\n\tc", "\x00\x1f\x7f\x85\u2028", "ü 漢 🎉", '"""\\"', "#"])
-def test_awkward_strings_survive(text):
+def test_special_characters_survive_a_round_trip(text):
     spec = spec_of(ENTRY + tomli_w.dumps({"target": text}))
     assert spec.perturbations[0].perturbation.target == text
     assert parse(spec.to_toml()) == spec
 
 
-def test_a_window_saved_with_a_byte_order_mark_and_crlf(tmp_path):
+def test_a_spec_may_have_a_byte_order_mark_and_crlf(tmp_path):
     path = tmp_path / "spec.toml"
     path.write_bytes(b"\xef\xbb\xbf" + (HEAD.format(learner="quadratic") + ENTRY).replace("\n", "\r\n").encode())
     assert load(path) == spec_of(ENTRY)
 
 
-def test_magnitudes_and_onsets_are_conditions():
+def test_magnitudes_and_onsets_are_unrolled_into_conditions():
     spec = spec_of(ENTRY + "magnitude = [3, 10]\nonset = [0.3, 50]")
     assert conditions_of(spec) == [("lr_spike", m, o) for o, m in itertools.product((30, 50), (3.0, 10.0))]
 
 
-def test_a_fraction_and_a_step_are_told_apart():
+def test_onsets_are_fractions_or_steps_by_their_type():
     assert [o for *_, o in conditions_of(spec_of(ENTRY + "onset = 0"))] == [0]
     assert [o for *_, o in conditions_of(spec_of(ENTRY + "onset = 0.0"))] == [0]
     assert [o for *_, o in conditions_of(spec_of(ENTRY + "onset = 1"))] == [1]
@@ -203,7 +203,7 @@ def test_a_fraction_and_a_step_are_told_apart():
         spec_of(ENTRY + "onset = 1.0")
 
 
-def test_chain():
+def test_a_chain_has_conditions_and_windows_of_its_parts():
     spec = spec_of(
         """[[perturbation]]
         onset = [0.2, 40]
@@ -222,20 +222,20 @@ def test_chain():
 
 
 @pytest.mark.parametrize("key", ["onset", "duration"])
-def test_a_chains_time_that_no_part_takes_is_refused(key):
+def test_an_onset_or_duration_without_effect_on_a_chain_is_refused(key):
     entry = f'[[perturbation]]\n{key} = 5\nchain = [{{kind = "lr_spike", onset = 3, duration = 4}}]'
     with pytest.raises(UserError, match=f"{key} has no effect, because every part of the chain has"):
         spec_of(entry)
 
 
-def test_telemetry_that_a_learner_does_not_choose_is_refused(monkeypatch):
+def test_telemetry_is_refused_for_learners_without_that_setting(monkeypatch):
     monkeypatch.setitem(registry.learners._entries, "bare", lambda task: None)
     text = HEAD.format(learner="bare").replace("steps", 'telemetry = "basic"\nsteps') + ENTRY
     with pytest.raises(UserError, match="telemetry must be 'full' for learner 'bare', not 'basic'"):
         parse(text)
 
 
-def test_a_dimension_leaves_out_what_was_registered_without_a_standard(monkeypatch):
+def test_a_dimension_omits_kinds_without_a_standard(monkeypatch):
     monkeypatch.setitem(registry.perturbations._entries, "bare", ja.lr_spike(3.0))
     kinds = [
         e.perturbation.name for e in spec_of('[[perturbation]]\ndimension = "optimization"').expanded().perturbations
@@ -244,18 +244,18 @@ def test_a_dimension_leaves_out_what_was_registered_without_a_standard(monkeypat
     assert "bare" not in kinds
 
 
-def test_a_dimension_is_what_the_learner_allows():
+def test_a_dimension_has_the_kinds_that_the_learner_allows():
     adam = spec_of('[[perturbation]]\ndimension = "optimization"\nonset = 0.5\nduration = 2').expanded()
     kinds = [entry.perturbation.name for entry in adam.perturbations]
     assert {"lr_spike", "momentum_noise", "second_moment_drift", "gradient_scale", "clip_failure"} <= set(kinds)
     assert all(entry.perturbation.when == ja.window(0.5, 2) for entry in adam.perturbations)
     assert parse(adam.to_toml()) == adam
     plain = HEAD.format(learner="quadratic") + 'adam = false\n[[perturbation]]\ndimension = "optimization"'
-    without = {entry.perturbation.name for entry in parse(plain).expanded().perturbations}
-    assert set(kinds) - without == {"momentum_noise", "second_moment_drift"}
+    kinds_without_adam = {entry.perturbation.name for entry in parse(plain).expanded().perturbations}
+    assert set(kinds) - kinds_without_adam == {"momentum_noise", "second_moment_drift"}
 
 
-def test_a_dimension_and_its_expansion_are_one_grid():
+def test_a_dimension_and_its_expansion_give_the_same_grid():
     spec = spec_of('[[perturbation]]\ndimension = "parametric"\n' + ENTRY)
     assert isinstance(spec.perturbations[0], DimensionEntry)
     expanded = spec.expanded()
@@ -264,21 +264,21 @@ def test_a_dimension_and_its_expansion_are_one_grid():
     assert expanded.expanded() == expanded
 
 
-def test_an_errors_place_is_the_users_number():
+def test_errors_number_perturbations_as_in_the_spec():
     with pytest.raises(UserError, match=r"spec.toml: \[\[perturbation\]\] 3: target 'actor'"):
         spec_of('[[perturbation]]\ndimension = "parametric"\n' + ENTRY + ENTRY + 'target = "actor"').build()
 
 
-def test_a_missing_first_moment_is_told_before_the_run():
+def test_a_missing_first_moment_is_refused_before_the_run():
     text = HEAD.format(learner="quadratic") + 'adam = false\n[[perturbation]]\nkind = "momentum_noise"'
     with pytest.raises(UserError, match=r"\[\[perturbation\]\] 1: the optimizer state has no mu"):
         parse(text).build()
 
 
-def test_a_whole_number_is_a_number_and_a_truth_value_is_none():
+def test_integers_are_numbers_and_booleans_are_not():
     head = HEAD.format(learner="quadratic")
     assert isinstance(parse(head + "learning_rate = 1\n" + ENTRY).learner.settings.learning_rate, float)
-    for wrong in (
+    for setting in (
         "learning_rate = true",
         "size = 3.0",
         "size = true",
@@ -287,7 +287,7 @@ def test_a_whole_number_is_a_number_and_a_truth_value_is_none():
         "widths = [1.5]",
     ):
         with pytest.raises(UserError, match="must be"):
-            parse(f"{head}{wrong}\n{ENTRY}")
+            parse(f"{head}{setting}\n{ENTRY}")
 
 
 def test_seeds_may_be_listed():
@@ -296,7 +296,7 @@ def test_seeds_may_be_listed():
     assert parse(spec.to_toml()) == spec
 
 
-def test_slug():
+def test_slugs_of_names():
     names = ["PPO on Hopper!", "../../etc", "ü漢", "漢字", ".hidden", "a" * 100]
     slugs = [
         parse(
@@ -307,7 +307,7 @@ def test_slug():
     assert slugs == ["ppo-on-hopper", "etc", "u", "audit", "hidden", "a" * 100]
 
 
-def test_quickstart_is_a_spec():
+def test_the_quickstart_spec_is_valid():
     text = importlib.resources.files("jaxaudit").joinpath("quickstart.toml").read_text(encoding="utf-8")
     spec = parse(text)
     grid = spec.build()
@@ -326,32 +326,32 @@ scalars = st.one_of(
     st.text(max_size=5),
     st.sampled_from([datetime.date(2020, 1, 1), datetime.datetime(2020, 1, 1, 12), datetime.time(1)]),
 )
-garbage = st.recursive(
+invalid = st.recursive(
     scalars,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
     max_leaves=6,
 )
 
 
-def mostly(good: st.SearchStrategy) -> st.SearchStrategy:
-    return st.integers(0, 79).flatmap(lambda n: garbage if n == 79 else good)
+def mostly_valid(good: st.SearchStrategy) -> st.SearchStrategy:
+    return st.integers(0, 79).flatmap(lambda n: invalid if n == 79 else good)
 
 
 def table(required: dict, optional: dict | None = None) -> st.SearchStrategy:
-    """A table that mostly has its keys and good values, at times an unknown key, a missing one or garbage."""
-    wanted = st.fixed_dictionaries(
-        {k: mostly(v) for k, v in required.items()},
-        optional={k: mostly(v) for k, v in (optional or {}).items()},
+    """A table of mostly valid keys and values, with an occasional unknown key, missing key, or invalid value."""
+    values = st.fixed_dictionaries(
+        {k: mostly_valid(v) for k, v in required.items()},
+        optional={k: mostly_valid(v) for k, v in (optional or {}).items()},
     )
     keys = st.sampled_from([*required, *(optional or {})])
-    return st.tuples(wanted, st.integers(0, 79), st.text(max_size=5), keys, garbage).map(_spoiled)
+    return st.tuples(values, st.integers(0, 79), st.text(max_size=5), keys, invalid).map(_spoiled)
 
 
-def _spoiled(drawn: tuple) -> dict:
-    values, how, name, key, value = drawn
-    if how == 79:
+def _spoiled(sample: tuple) -> dict:
+    values, choice, name, key, value = sample
+    if choice == 79:
         return values | {name: value}
-    return {k: v for k, v in values.items() if not (how == 78 and k == key)}
+    return {k: v for k, v in values.items() if not (choice == 78 and k == key)}
 
 
 onset = st.sampled_from([0.3, 0.0, 0.99, 0, 5, 30]) | st.floats(0, 1, exclude_max=True) | st.integers(0, 100)
@@ -385,7 +385,7 @@ learner = st.one_of(
     table(
         {"kind": st.just("quadratic")},
         {
-            "learning_rate": st.sampled_from([1e-4, 1]),  # few learners, for each is traced
+            "learning_rate": st.sampled_from([1e-4, 1]),  # few learners, since each one is traced
             "size": st.sampled_from([1, 5]),
             "adam": st.booleans(),
             "label": st.sampled_from(["", 'ü\n"']),
@@ -426,8 +426,8 @@ outcomes: list[str] = []
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-def test_any_spec_is_a_plan_or_a_sentence(document):
-    sentence, grid = attempt(tomli_w.dumps(document))
+def test_any_spec_gives_a_plan_or_one_sentence(document):
+    sentence, grid = try_spec(tomli_w.dumps(document))
     outcomes.append(sentence)
     if grid is None:
         assert sentence.startswith("spec.toml")
@@ -435,10 +435,10 @@ def test_any_spec_is_a_plan_or_a_sentence(document):
         return
     assert all(0 <= fork.onset < grid.steps for fork in grid.forks)
     assert all(grid.conditions[fork.conditions[0]].name == "control" for fork in grid.forks)
-    assert len(grid.conditions) > len(grid.forks) or not document.get("perturbation")  # a sweep of seeds
+    assert len(grid.conditions) > len(grid.forks) or not document.get("perturbation")  # a sweep over seeds only
 
 
-def attempt(text: str) -> tuple[str, Grid | None]:
+def try_spec(text: str) -> tuple[str, Grid | None]:
     try:
         spec = parse(text, "spec.toml")
         assert parse(spec.to_toml()) == spec
@@ -447,7 +447,7 @@ def attempt(text: str) -> tuple[str, Grid | None]:
         return str(error), None
 
 
-def test_both_outcomes_were_seen():
+def test_both_outcomes_occurred():
     if outcomes:
         assert 40 < outcomes.count("") < len(outcomes) - 40
 
@@ -467,7 +467,7 @@ ppo = table(
 
 @given(ppo)
 @settings(max_examples=200, deadline=None, derandomize=True)
-def test_any_ppo_is_settings_or_a_sentence(learner):
+def test_any_ppo_table_gives_settings_or_one_sentence(learner):
     document = {
         "audit": {"seeds": 1, "steps": 10},
         "task": {"kind": "mujoco", "name": "InvertedPendulum-v5"},

@@ -1,5 +1,4 @@
-"""The warm start, value signals and the gradient's noise over chains: figures and tables of what `warm_start.py` and
-`chain_length.py` wrote."""
+"""Figures and tables of the results of `warm_start.py` and `chain_length.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from drawing import NAMES, colored, markdown, of_seeds, said, save
+from drawing import NAMES, colored, format_range, markdown, save, seed_range
 
 from jaxaudit.report import style
 
@@ -28,7 +27,7 @@ OF_CRITIC = {
 }
 NOISE = {
     "acting_performance": "success",
-    "row_tokens": "own tokens",
+    "row_tokens": "policy tokens",
     "x_grad": "x_grad",
     "gradient_norm": "gradient norm",
     "gradient_norm_spread": "spread of its log",
@@ -36,11 +35,11 @@ NOISE = {
 
 
 LOGARITHMIC = alt.Axis(values=[-30, -3, -0.3, 0], format=".1~f")
-"""An axis of explained variances, which have no lower bound where returns hardly vary."""
+"""An axis for explained variances, which have no lower bound if returns hardly vary."""
 
 
 def draw_warm_start() -> None:
-    """Success over updates on demonstrations."""
+    """Draws success by the number of updates on demonstrations."""
     frame = pd.read_csv(HERE / "warm_start.csv").assign(steps=lambda f: f.steps.astype(str))
     means = frame.groupby(["steps", "right", "updates"])["success"].mean().reset_index()
     means["right"] = means.right.map(lambda share: f"{share:.0%} right")
@@ -59,7 +58,7 @@ def draw_warm_start() -> None:
 
 
 def draw() -> None:
-    """Value signals and the gradient's noise over the length."""
+    """Draws value signals and gradient noise by the length of chains."""
     lanes = pd.read_csv(HERE / "lanes.csv")
     steps = pd.read_csv(HERE / "steps.csv")
     ppo = lanes[lanes.learner == "ppo_lm"].copy()
@@ -75,7 +74,7 @@ def draw() -> None:
             LOGARITHMIC,
         ),
     ):
-        means = of_seeds(ppo, ["steps", "label"], value).assign(steps=lambda f: f.steps.astype(str))
+        means = seed_range(ppo, ["steps", "label"], value).assign(steps=lambda f: f.steps.astype(str))
         base = alt.Chart(means).encode(
             x=alt.X("label:N", title=None, sort=list(CONDITIONS.values()), axis=alt.Axis(labelAngle=0)),
             xOffset=alt.XOffset("steps:N", sort=list(LENGTHS)),
@@ -92,9 +91,9 @@ def draw() -> None:
     bins = [c for c in ppo.columns if c.startswith("correlation ")]
     long = control.melt(["steps", "seed"], bins, "distance", "correlation")
     long["distance"] = long.distance.str.removeprefix("correlation ")
-    means = of_seeds(long, ["steps", "distance"], "correlation").assign(steps=lambda f: f.steps.astype(str))
+    means = seed_range(long, ["steps", "distance"], "correlation").assign(steps=lambda f: f.steps.astype(str))
     base = alt.Chart(means).encode(
-        x=alt.X("distance:N", sort=None, title="own tokens to the row's end", axis=alt.Axis(labelAngle=0)),
+        x=alt.X("distance:N", sort=None, title="policy tokens to the row's end", axis=alt.Axis(labelAngle=0)),
         color=colored(LENGTHS, "steps", "steps of the chain"),
     )
     y = alt.Y("mean:Q", title="correlation of values with returns")
@@ -129,7 +128,7 @@ def draw() -> None:
 
 
 def tables() -> None:
-    """The warm start, value signals and the gradient's noise, by length."""
+    """Prints tables of the warm start, value signals and gradient noise, by length."""
     frame = pd.read_csv(HERE / "warm_start.csv")
     frame = frame[frame.updates.isin([200, 300, 400, 500, 1000, 2000])]
     print(
@@ -138,31 +137,31 @@ def tables() -> None:
     print()
     lanes, steps = pd.read_csv(HERE / "lanes.csv"), pd.read_csv(HERE / "steps.csv")
     rows = []
-    for (learner, length), of in lanes.groupby(["learner", "steps"], sort=False):
-        control = of[of.condition == "control"]
-        row = {"learner": NAMES[str(learner)], "steps": length, "warm start": said(control.warm_start.values)}
+    for (learner, length), rows_of_group in lanes.groupby(["learner", "steps"], sort=False):
+        control = rows_of_group[rows_of_group.condition == "control"]
+        row = {"learner": NAMES[str(learner)], "steps": length, "warm start": format_range(control.warm_start.values)}
         for condition, title in CONDITIONS.items():
-            one = of[of.condition == condition]
-            row[title] = said(one.performance.values) if len(one) else "-"
+            of_condition = rows_of_group[rows_of_group.condition == condition]
+            row[title] = format_range(of_condition.performance.values) if len(of_condition) else "-"
         if learner == "ppo_lm":
-            row |= {title: said(control[c].values) for c, title in OF_CRITIC.items()}
+            row |= {title: format_range(control[c].values) for c, title in OF_CRITIC.items()}
         rows.append(row)
     print(markdown(pd.DataFrame(rows).fillna("-")), "\n")
     rows = []
-    for (learner, length), of in steps.groupby(["learner", "steps"], sort=False):
-        means = of.groupby("seed")[list(NOISE)].mean()
+    for (learner, length), rows_of_group in steps.groupby(["learner", "steps"], sort=False):
+        means = rows_of_group.groupby("seed")[list(NOISE)].mean()
         row = {"learner": NAMES[str(learner)], "steps": length}
-        rows.append(row | {title: said(means[c].values) for c, title in NOISE.items()})
+        rows.append(row | {title: format_range(means[c].values) for c, title in NOISE.items()})
     print(markdown(pd.DataFrame(rows)), "\n")
     rows = []
-    for learner, of in steps.groupby("learner", sort=False):
-        means = of.groupby(["steps", "seed"])[list(NOISE)].mean().reset_index()
+    for learner, rows_of_group in steps.groupby("learner", sort=False):
+        means = rows_of_group.groupby(["steps", "seed"])[list(NOISE)].mean().reset_index()
         rows.append({"learner": NAMES[str(learner)]} | {NOISE[c]: slope(means, c) for c in NOISE if c != "row_tokens"})
     print("per doubling of the steps\n\n" + markdown(pd.DataFrame(rows)), "\n")
 
 
 def slope(lanes: pd.DataFrame, channel: str) -> str:
-    """Of a least-squares line over log2 of the steps, a point for each lane, with its 95% interval (Student's t)."""
+    """Formats the slope of a least-squares line over log2 of the steps, with its 95% interval (Student's t)."""
     line = stats.linregress(np.log2(lanes.steps), lanes[channel])
     half = stats.t.ppf(0.975, len(lanes) - 2) * line.stderr
     return f"{line.slope:.2f} [{line.slope - half:.2f}, {line.slope + half:.2f}]"

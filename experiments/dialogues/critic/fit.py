@@ -1,10 +1,9 @@
-"""What keeps a value model from explaining returns: value pretraining on a frozen warm-started policy, one setting at a
-time.
+"""What prevents a value model from explaining returns: pretraining on a frozen warm-started policy, by setting.
 
     python experiments/dialogues/critic/fit.py OUT.csv CASE SEED [NAME ...]
 
-A bank of the policy's rows is drawn once, and every variant of `VARIANTS` is fitted to it; explained variance of 2048
-other rows after so many updates. OUT.csv keeps what it has.
+Rows of the policy are sampled once, and every variant of `VARIANTS` is fitted to them. The result is the explained
+variance of 2048 other rows after some numbers of updates. OUT.csv keeps its earlier rows.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from jaxaudit.learners.dialogue.network import HEAD
 from jaxaudit.learners.dialogue.rollout import Rows
 from jaxaudit.learners.dialogue.telemetry.policy import value_statistics
 
-KEPT = Path("runs/policies")
+POLICIES = Path("runs/policies")
 SPAN = 50
 BANK, HELD = 102_400, 2048
-LOOKS = (50, 100, 200, 400, 800, 1600, 3200, 6400, 12800, 25600)
+EVALUATIONS = (50, 100, 200, 400, 800, 1600, 3200, 6400, 12800, 25600)
 STANDARD: dict[str, Any] = {
     "trunk": "policy",
     "rate": 1e-3,
@@ -49,7 +48,7 @@ STANDARD: dict[str, Any] = {
     "decay": False,
     "layers": 0,
 }
-"""Of a variant, unless it says otherwise; those of the learner."""
+"""The default settings of variants, which are those of the learner."""
 
 SMALL = {"rows": 16, "updates": 3200, "decay": True}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -81,28 +80,28 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "16 rows, decay to 25600": SMALL | {"updates": 25600, "bank": BANK},
     "16 rows, decay to 12800, random trunk": SMALL | {"updates": 12800, "trunk": "random"},
 }
-"""`decay`: the rate falls linearly to 0 at the last update; looks before it are not at its end."""
+"""With `decay`, the rate falls linearly to 0 at the last update, so that earlier evaluations are not at its end."""
 
 
 class Fits:
-    """A case and seed: rows to fit and others to measure, and a program for each shape of a variant."""
+    """Rows to fit and rows to evaluate, of a case and seed, and the programs of variants."""
 
     def __init__(self, case: str, seed: int):
         self.frozen = Frozen(case)
         self.critic = self.frozen.learner.critic
-        kept = KEPT / f"{case} {seed}.pkl"
-        if kept.is_file():
-            self.policy = pickle.loads(kept.read_bytes())
+        policy_file = POLICIES / f"{case} {seed}.pkl"
+        if policy_file.is_file():
+            self.policy = pickle.loads(policy_file.read_bytes())
         else:
-            self.policy = self.frozen.begun(seed).policy.params
-            KEPT.mkdir(parents=True, exist_ok=True)
-            kept.write_bytes(pickle.dumps(jax.device_get(self.policy)))
+            self.policy = self.frozen.initial_state(seed).policy.params
+            POLICIES.mkdir(parents=True, exist_ok=True)
+            policy_file.write_bytes(pickle.dumps(jax.device_get(self.policy)))
         self.bank, self.held = (
-            self.frozen.sampled(self.policy, jax.random.key(90_000 + 2 * seed + i), n)[0]
+            self.frozen.sample(self.policy, jax.random.key(90_000 + 2 * seed + i), n)[0]
             for i, n in enumerate((BANK, HELD))
         )
-        last = np.where(self.bank.response_mask, np.arange(self.bank.response_mask.shape[1]), 0).max(1)
-        slots = int(np.quantile(last, 0.999)) + 1  # what stands later costs time and is next to nothing
+        last_slot = np.where(self.bank.response_mask, np.arange(self.bank.response_mask.shape[1]), 0).max(1)
+        slots = int(np.quantile(last_slot, 0.999)) + 1  # later slots are rarely used and cost time
         self.bank, self.held = (
             jax.tree.map(lambda x: x[:, :slots] if x.ndim == 2 else x, rows) for rows in (self.bank, self.held)
         )
@@ -110,8 +109,8 @@ class Fits:
 
     def _scored(self, params: Any, bias: Any, scale: Any) -> jax.Array:
         values = bias + scale * self.critic.values(params, None, self.held)
-        own, gold = self.held.response_mask, jnp.broadcast_to(self.held.gold[:, None], self.held.response_mask.shape)
-        return value_statistics(values, gold, own)["explained_variance"].value
+        mask, gold = self.held.response_mask, jnp.broadcast_to(self.held.gold[:, None], self.held.response_mask.shape)
+        return value_statistics(values, gold, mask)["explained_variance"].value
 
     def _run(self, params: Any, moments: Any, bank: Rows, key: Any, first: Any, v: Any, rows: int, span: int) -> Any:
         adam = optax.scale_by_adam(0.9, v["beta2"], v["epsilon"])
@@ -137,7 +136,7 @@ class Fits:
         return params, moments, jnp.median(norms)
 
     def fitted(self, **changed: Any):
-        """Explained variance at each look: updates, explained variance, median gradient norm, seconds."""
+        """Fits a variant; yields updates, explained variance, median gradient norm and seconds at each evaluation."""
         v = STANDARD | changed
         key = jax.random.key(self.seed)
         self.critic = self.frozen.learner.critic
@@ -148,14 +147,14 @@ class Fits:
         self.run = jax.jit(self._run, static_argnames=("rows", "span"))
         if v["trunk"] == "random":
             params = self.critic.init(key)
-        elif v["layers"]:  # those beyond the policy's pass on what they are given
+        elif v["layers"]:  # additional layers begin as the identity
             params = self.critic.with_head(self.policy)
             deeper = self.critic.init(key)["h"]
-            more = jax.tree_util.tree_map_with_path(
+            added = jax.tree_util.tree_map_with_path(
                 lambda path, x: jnp.zeros_like(x) if "c_proj" in jax.tree_util.keystr(path) else x, deeper
             )
             depth = self.frozen.learner.policy.model.size.depth
-            joined = jax.tree.map(lambda a, b: jnp.concatenate([a, b[depth:]]), params["h"].layers, more.layers)
+            joined = jax.tree.map(lambda a, b: jnp.concatenate([a, b[depth:]]), params["h"].layers, added.layers)
             params["h"] = dataclasses.replace(deeper, layers=joined)
         else:
             params = self.critic.with_head(self.policy)
@@ -174,37 +173,39 @@ class Fits:
         numbers = {k: jnp.float32(v[k]) for k in ("rate", "epsilon", "beta2", "clip", "decay", "updates", "bank")}
         numbers |= {"shift": jnp.float32(shift), "scale": jnp.float32(scale)}
         began = time.time()
-        for done in range(0, v["updates"], SPAN):
-            params, moments, norm = self.run(params, moments, self.bank, key, done, numbers, rows=v["rows"], span=SPAN)
-            if (look := done + SPAN) in LOOKS:
-                ev = float(self.scored(params, jnp.float32(shift), jnp.float32(scale)))
-                print(look, round(ev, 3), end="  ", flush=True)
-                took = time.time() - began
-                yield {"updates": look, "explained_variance": ev, "norm": float(norm), "seconds": took}
+        for updates in range(0, v["updates"], SPAN):
+            params, moments, norm = self.run(
+                params, moments, self.bank, key, updates, numbers, rows=v["rows"], span=SPAN
+            )
+            if (evaluation := updates + SPAN) in EVALUATIONS:
+                explained = float(self.scored(params, jnp.float32(shift), jnp.float32(scale)))
+                print(evaluation, round(explained, 3), end="  ", flush=True)
+                seconds = time.time() - began
+                yield {"updates": evaluation, "explained_variance": explained, "norm": float(norm), "seconds": seconds}
 
 
 def main(out: str, case: str, seed: str, *names: str) -> None:
-    """Fits, and writes after each variant."""
+    """Fits variants, and stores the results after each."""
     path = Path(out)
-    found = pd.read_csv(path) if path.is_file() else pd.DataFrame({"case": [], "seed": [], "variant": []})
+    results = pd.read_csv(path) if path.is_file() else pd.DataFrame({"case": [], "seed": [], "variant": []})
     missing = [
         name
         for name in names or VARIANTS
-        if not ((found.case == case) & (found.seed == int(seed)) & (found.variant == name)).any()
+        if not ((results.case == case) & (results.seed == int(seed)) & (results.variant == name)).any()
     ]
     if not missing:
         return
     fits = Fits(case, int(seed))
     for name in missing:
-        new = [{"case": case, "seed": int(seed), "variant": name} | told for told in fits.fitted(**VARIANTS[name])]
+        rows = [{"case": case, "seed": int(seed), "variant": name} | row for row in fits.fitted(**VARIANTS[name])]
         print(
             name,
-            [(t["updates"], round(t["explained_variance"], 3)) for t in new],
-            f"{new[-1]['seconds']:.0f} s",
+            [(row["updates"], round(row["explained_variance"], 3)) for row in rows],
+            f"{rows[-1]['seconds']:.0f} s",
             flush=True,
         )
-        found = pd.concat([found, pd.DataFrame(new)]) if len(found) else pd.DataFrame(new)
-        found.round(4).to_csv(path, index=False)
+        results = pd.concat([results, pd.DataFrame(rows)]) if len(results) else pd.DataFrame(rows)
+        results.round(4).to_csv(path, index=False)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""How much of the return's variance a pretrained value model explains, beside what `critic_bound.py` says is possible.
+"""Variance of the return that a pretrained value model explains, compared with the bound of `critic_bound.py`.
 
     python experiments/dialogues/critic/pretraining.py OUT.csv CASE SEEDS UPDATES [SETTING=VALUE ...]
 
-Value pretraining as the learner does it, in its `init`; then explained variance of 2048 other rows of the same policy.
-OUT.csv gets a row for each seed, and keeps what it has of other settings.
+The value model is pretrained in the learner's `init`, and evaluated on 2048 other rows of the same policy. OUT.csv gets
+a row for each seed, and keeps its rows of other settings.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BOUND = Path(__file__).parent / "bound.csv"
 
 
 def main(out: str, case: str, seeds: str, updates: str, *settings: str) -> None:
-    """Pretrains, and writes after each seed."""
+    """Pretrains, and stores the results after each seed."""
     path = Path(out)
     changed = {
         name: float(value) if "." in value or "e" in value else int(value)
@@ -40,21 +40,21 @@ def main(out: str, case: str, seeds: str, updates: str, *settings: str) -> None:
     @jax.jit
     def explained(params, rows):
         returns = jnp.broadcast_to(rows.gold[:, None], rows.response_mask.shape)
-        found = value_statistics(critic.values(params, None, rows), returns, rows.response_mask)
-        return {name: one.value for name, one in found.items()}
+        tables = value_statistics(critic.values(params, None, rows), returns, rows.response_mask)
+        return {name: statistic.value for name, statistic in tables.items()}
 
     for seed in range(int(seeds)):
-        began = time.time()
-        state = jax.block_until_ready(frozen.begun(seed))
-        took = time.time() - began
-        rows, _ = frozen.sampled(state.policy.params, jax.random.key(50_000 + seed), HELD)
-        told = {name: float(value) for name, value in explained(state.critic.params, rows).items()}
+        start = time.time()
+        state = jax.block_until_ready(frozen.initial_state(seed))
+        seconds = time.time() - start
+        rows, _ = frozen.sample(state.policy.params, jax.random.key(50_000 + seed), HELD)
+        values = {name: float(value) for name, value in explained(state.critic.params, rows).items()}
         bound = bounds.get((case, seed), float("nan"))
-        row = {"case": case, "seed": seed, "updates": int(updates), "settings": " ".join(settings)} | told
-        row |= {"bound": bound, "share": told["explained_variance"] / bound, "seconds": round(took)}
+        row = {"case": case, "seed": seed, "updates": int(updates), "settings": " ".join(settings)} | values
+        row |= {"bound": bound, "share": values["explained_variance"] / bound, "seconds": round(seconds)}
         print(row, flush=True)
-        found = [pd.read_csv(path)] if path.is_file() else []
-        pd.concat([*found, pd.DataFrame([row])]).round(4).to_csv(path, index=False)
+        tables = [pd.read_csv(path)] if path.is_file() else []
+        pd.concat([*tables, pd.DataFrame([row])]).round(4).to_csv(path, index=False)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python experiments/dialogues/critic/training.py OUT.csv CASE SEEDS UPDATES [STEPS]
 
-Values before each iteration's updates against the returns of its rows. OUT.csv gets a row for each seed and iteration.
+Explained variance compares values before the updates of an iteration with the returns of its rows. OUT.csv gets a row
+for each seed and iteration.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ CHANNELS = ("explained_variance", "value_bias", "acting_performance")
 
 
 def main(out: str, case: str, seeds: str, updates: str, steps: str = "60") -> None:
-    """Trains, and writes at the end."""
+    """Trains, and stores the results."""
     path = Path(out)
     learner = ja.learners.ppo_lm(
         CASES[case],
@@ -38,13 +39,18 @@ def main(out: str, case: str, seeds: str, updates: str, steps: str = "60") -> No
     data = ja.audit(learner, [], seeds=int(seeds), steps=int(steps), execution="map", settings=settings).telemetry
     lanes = [pd.read_csv(path)] if path.is_file() else []
     for seed in data["seed"].values:
-        one = data.sel(seed=seed).isel(condition=0)
-        frame = pd.DataFrame({name: one[name].values for name in CHANNELS})
+        lane_data = data.sel(seed=seed).isel(condition=0)
+        frame = pd.DataFrame({name: lane_data[name].values for name in CHANNELS})
         lanes.append(frame.assign(case=case, updates=int(updates), seed=seed, step=range(len(frame))))
     pd.concat(lanes).round(4).to_csv(path, index=False)
     for lane in lanes[-int(seeds) :]:
-        ev = lane.explained_variance.values
-        print(case, updates, [round(float(ev[i : i + 10].mean()), 3) for i in range(0, len(ev), 10)], flush=True)
+        explained = lane.explained_variance.values
+        print(
+            case,
+            updates,
+            [round(float(explained[i : i + 10].mean()), 3) for i in range(0, len(explained), 10)],
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Undisturbed trainings of a dialogue at several difficulties: how many of a policy's tokens follow a tool's result."""
+"""Shares of policy tokens after a tool's result, in undisturbed trainings of a dialogue at several difficulties."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from basics import over_seeds
 from jaxaudit.analysis.run_reader import CONTROL, load
 
 
-def undisturbed(runs: Sequence[Path]) -> pd.DataFrame:
-    """A row for each undisturbed lane: its seed, the share of its own tokens in the stratum tool in the first tenth,
-    in the last and over the run ("mean"), the calls of a row, and success at the end."""
+def undisturbed_lanes(runs: Sequence[Path]) -> pd.DataFrame:
+    """Returns a row for each undisturbed lane.
+
+    Its columns are the seed, the share of policy tokens in the stratum tool in the first and the last tenth and over
+    the run ("mean"), the calls per row, and the success at the end.
+    """
     parts = []
     for folder in runs:
         run = load(folder)
@@ -38,45 +41,49 @@ def undisturbed(runs: Sequence[Path]) -> pd.DataFrame:
 
 
 SPREADS = {"mean": "std over seeds", "calls a row": None, "success at the end": "success, std over seeds"}
-"""Of `undisturbed`, what intervals are given of, and what its standard deviation over seeds is called."""
+"""Columns of `undisturbed_lanes` that get intervals, and the names of their standard deviations over seeds."""
 
 
-def tool_shares(lanes: dict[str, pd.DataFrame]) -> list[dict]:
-    """A row for each difficulty, and one for what it has more at one than at another (as in `growth`): means over
-    undisturbed lanes of what `undisturbed` tells and standard deviations over seeds, with 95% intervals over seeds.
+def tool_share_rows(lanes: dict[str, pd.DataFrame]) -> list[dict]:
+    """Returns a row for each difficulty, and for differences between difficulties, as in `growth` of families.py.
 
-    Differences are paired: a seed begins from the same parameters at each difficulty.
+    The values are means over undisturbed lanes and standard deviations over seeds, with 95% intervals over seeds.
+    Differences are paired, since a seed begins from the same parameters at each difficulty.
 
     Raises:
-      ValueError: the difficulties' seeds are not the same.
+      ValueError: the seeds of the difficulties differ.
     """
     seeds = next(iter(lanes.values())).seed.tolist()
     if any(table.seed.tolist() != seeds for table in lanes.values()):
         raise ValueError(f"undisturbed lanes at difficulties {', '.join(lanes)} must be of the same seeds")
 
-    def row_of_some(these: Sequence[str]) -> dict[str, float]:
-        """Of one difficulty, or what the second of two has more than the first."""
-        row = {} if len(these) > 1 else {name: lanes[these[0]][name].mean() for name in ("first tenth", "last tenth")}
+    def row_of(difficulties: Sequence[str]) -> dict[str, float]:
+        """Returns values of one difficulty, or the differences between two."""
+        row = (
+            {}
+            if len(difficulties) > 1
+            else {name: lanes[difficulties[0]][name].mean() for name in ("first tenth", "last tenth")}
+        )
         for name, spread in SPREADS.items():
             for title, figure in ((name, _mean), (spread, _deviation)):
                 if title is None:
                     continue
-                values = [lanes[one][name].to_numpy() for one in these]
+                values = [lanes[difficulty][name].to_numpy() for difficulty in difficulties]
 
-                def more(counts: np.ndarray, values=values, figure=figure) -> float:
+                def difference(counts: np.ndarray, values=values, figure=figure) -> float:
                     *first, last = (figure(np.repeat(v, counts)) for v in values)
                     return last - sum(first)
 
-                known = over_seeds(more, seeds)
-                row |= {title: known.value, f"{title} low": known.low, f"{title} high": known.high}
+                estimate = over_seeds(difference, seeds)
+                row |= {title: estimate.value, f"{title} low": estimate.low, f"{title} high": estimate.high}
         return row
 
-    rows = [{"difficulty": one, **row_of_some([one])} for one in lanes]
-    return rows + [{"difficulty": f"{b} less {a}", **row_of_some([a, b])} for a, b in compared(list(lanes))]
+    rows = [{"difficulty": difficulty, **row_of([difficulty])} for difficulty in lanes]
+    return rows + [{"difficulty": f"{b} less {a}", **row_of([a, b])} for a, b in difficulty_pairs(list(lanes))]
 
 
-def compared(order: Sequence[str]) -> list[tuple[str, str]]:
-    """Pairs of difficulties: neighbours, and the first and the last."""
+def difficulty_pairs(order: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns pairs of difficulties: neighbours, and the first and the last."""
     return list(dict.fromkeys([*itertools.pairwise(order), (order[0], order[-1])])) if len(order) > 1 else []
 
 

@@ -1,10 +1,12 @@
-"""Finding I on dialogues: is GRPO's final success apart from its stability? As `experiments/findings/dissociation.py`.
+"""Finding I on dialogues: is GRPO's final success independent of its stability?
+
+The method is that of `experiments/findings/dissociation.py`.
 
     python experiments/dialogues/dissociation/dissociation.py train OUT.csv --paradigm GRPO --seeds 3
     python experiments/dialogues/dissociation/dissociation.py tell OUT.csv FOLDER
 
-Configurations of GRPO on hop differ in learning rate, KL weight, clip range, entropy bonus and clipping threshold, all
-of which are data, and in epochs and group size, of which each value is a program.
+Configurations of GRPO on hop differ in learning rate, KL weight, clip range, entropy bonus and clipping threshold,
+which are data of the program, and in epochs and group size, which need a separate program for each value.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from jaxaudit.dialogues.hop import Hop
 
 
 def grpo(**changed: Any) -> ja.Learner:
-    """GRPO on hop, 64 rows an iteration as in the other experiments here, with a small entropy bonus."""
-    given = {"warm_start": 150, "entropy_coefficient": 0.005, "telemetry": "basic"}
-    return ja.learners.grpo(Hop(rare_share=0.005), **given | changed)
+    """GRPO on hop with 64 rows per iteration, as in the other experiments on dialogues, and a small entropy bonus."""
+    defaults = {"warm_start": 150, "entropy_coefficient": 0.005, "telemetry": "basic"}
+    return ja.learners.grpo(Hop(rare_share=0.005), **defaults | changed)
 
 
 dissociation.PARADIGMS["GRPO"] = dissociation.Paradigm(

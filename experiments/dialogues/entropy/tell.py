@@ -1,4 +1,4 @@
-"""Predicted and actual changes of entropy: the figure and the table of what `entropy.py` wrote."""
+"""Figure and table of predicted and actual changes of entropy, from the results of `entropy.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from drawing import colored, markdown, of_seeds, save
+from drawing import colored, markdown, save, seed_range
 
 from jaxaudit.report import style
 
@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 def band(
     frame: pd.DataFrame, x: alt.X, y: str, color: alt.Color, width: int = 230, height: int = 170, log: bool = False
 ) -> alt.LayerChart:
-    """A line of means and a band from the lowest to the highest seed."""
+    """Draws a line of means and a band from the minimum to the maximum over seeds."""
     scale = alt.Scale(type="log") if log else alt.Scale(zero=False)
     base = alt.Chart(frame).encode(x=x, color=color)
     line = base.mark_line(strokeWidth=1.8, clip=True).encode(y=alt.Y("mean:Q", title=y, scale=scale))
@@ -30,18 +30,18 @@ def band(
 
 
 def r2(x: np.ndarray, y: np.ndarray) -> float:
-    """Of y as x itself, not of a line fitted."""
+    """Returns the R^2 of x as a prediction of y, without fitting a line."""
     return 1 - float(np.sum((y - x) ** 2) / np.sum((y - y.mean()) ** 2))
 
 
-def tell() -> None:
-    """Predicted against actual changes, and how entropy falls."""
+def report() -> None:
+    """Draws and prints predicted and actual changes, and the course of entropy."""
     frame = pd.read_csv(HERE / "iterations.csv")
     frame["lane"] = [f"bonus {c:g}, rate {r:.0e}" for c, r in zip(frame.coefficient, frame.rate, strict=True)]
     names = list(frame.lane.unique())
     colors = dict(zip(names, (style.RAMP[2], style.RAMP[0], "#2c7fb8", style.GREY), strict=False))
     panels, rows = [], []
-    means = of_seeds(frame, ["lane", "step"], "entropy")
+    means = seed_range(frame, ["lane", "step"], "entropy")
     panels.append(band(means, alt.X("step:Q", title="iteration"), "entropy, nats", colored(colors, "lane"), 230, 200))
     for predictor, title in (
         ("logits", "-Cov(log pi, dz), nats"),
@@ -59,20 +59,22 @@ def tell() -> None:
             layers.append(line.mark_line(color=style.INK, strokeWidth=0.8).encode(x="x:Q", y="y:Q"))
         panels.append(alt.layer(*layers).properties(width=230, height=200))
     for name in names:
-        one = frame[frame.lane == name]
+        lane = frame[frame.lane == name]
         rows.append(
             {
                 "lanes": name,
-                "R^2, dz": r2(one.logits, one.change),
-                "of each seed": ", ".join(f"{r2(of.logits, of.change):.2f}" for _, of in one.groupby("seed")),
-                "correlation, dz": np.corrcoef(one.logits, one.change)[0, 1],
-                "correlation, advantage": np.corrcoef(one.advantage, one.change)[0, 1],
-                "R^2, probabilities (median)": one.probability_r2.median(),
-                "entropy first": one[one.step == 0].entropy.mean(),
-                "last five": one[one.step >= one.step.max() - 4].entropy.mean(),
-                "reward": one[one.step >= one.step.max() - 4].reward.mean(),
-                "trace of the Jacobian, first and last five": f"{one[one.step < 5].jacobian_trace.mean():.2f}, "
-                f"{one[one.step >= one.step.max() - 4].jacobian_trace.mean():.2f}",
+                "R^2, dz": r2(lane.logits, lane.change),
+                "of each seed": ", ".join(
+                    f"{r2(seed_rows.logits, seed_rows.change):.2f}" for _, seed_rows in lane.groupby("seed")
+                ),
+                "correlation, dz": np.corrcoef(lane.logits, lane.change)[0, 1],
+                "correlation, advantage": np.corrcoef(lane.advantage, lane.change)[0, 1],
+                "R^2, probabilities (median)": lane.probability_r2.median(),
+                "entropy first": lane[lane.step == 0].entropy.mean(),
+                "last five": lane[lane.step >= lane.step.max() - 4].entropy.mean(),
+                "reward": lane[lane.step >= lane.step.max() - 4].reward.mean(),
+                "trace of the Jacobian, first and last five": f"{lane[lane.step < 5].jacobian_trace.mean():.2f}, "
+                f"{lane[lane.step >= lane.step.max() - 4].jacobian_trace.mean():.2f}",
             }
         )
     print(markdown(pd.DataFrame(rows)))
@@ -80,4 +82,4 @@ def tell() -> None:
 
 
 if __name__ == "__main__":
-    tell()
+    report()

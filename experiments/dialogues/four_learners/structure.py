@@ -1,9 +1,10 @@
-"""What is structure, on hop undisturbed: group sizes and epochs of each learner; and DPO's beta.
+"""Settings that change the program, on undisturbed hop: group sizes and epochs of each learner, and DPO's beta.
 
     python experiments/dialogues/four_learners/structure.py OUT.csv [SETTING ...]
 
-The settings of the specs beside it; 64 rows an iteration, but that DPO's larger groups are of as many pairs and so of
-more rows sampled. One row for each learner, setting, value and seed; what the file has already is not trained again.
+Other settings are those of the specs in this folder. An iteration has 64 rows, except that larger groups of DPO have
+the same number of pairs and thus more sampled rows. There is a row for each learner, setting, value and seed; rows that
+the file already has are not trained again.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ VARIED = (
 )
 
 
-def trained(preset: str, setting: str, value: float) -> pd.DataFrame:
-    """Final performance and entropy of each seed."""
-    given = {"warm_start": 150, "performance_rows": 128, "performance_every": 5, "telemetry": "basic", setting: value}
+def train(preset: str, setting: str, value: float) -> pd.DataFrame:
+    """Trains a learner, and returns the final performance and entropy of each seed."""
+    options = {"warm_start": 150, "performance_rows": 128, "performance_every": 5, "telemetry": "basic", setting: value}
     if setting == "group_size" and preset != "dpo":
-        given["prompts"] = ROWS // int(value)
-    learner = getattr(ja.learners, preset)(Hop(rare_share=0.005), **given)
-    # A window of 2: the baseline goes no further than it must beside its control.
+        options["prompts"] = ROWS // int(value)
+    learner = getattr(ja.learners, preset)(Hop(rare_share=0.005), **options)
+    # With a window of 2, the baseline trains no further than necessary.
     data = ja.audit(
         learner, [], seeds=SEEDS, steps=STEPS, execution="map", settings=MetricSettings(2, 20, 20)
     ).telemetry
-    last = data.isel(condition=0, step=-1)
+    final = data.isel(condition=0, step=-1)
     first = data["acting_performance"].isel(condition=0, step=0)
     return pd.DataFrame(
         {
@@ -49,22 +50,22 @@ def trained(preset: str, setting: str, value: float) -> pd.DataFrame:
             "value": value,
             "seed": data["seed"].values,
             "first": first.values,
-            "performance": last["performance"].values,
-            "entropy": last["entropy"].sel(stratum="all").values,
+            "performance": final["performance"].values,
+            "entropy": final["entropy"].sel(stratum="all").values,
         }
     )
 
 
 def main(out: str, *settings: str) -> None:
-    """Trains what the file lacks, of these settings, or of all."""
+    """Trains what the file lacks, for some settings or for all."""
     path = Path(out)
-    found = [pd.read_csv(path)] if path.is_file() else []
+    tables = [pd.read_csv(path)] if path.is_file() else []
     for preset, setting, values in VARIED:
         for value in values:
-            there = any(((f.learner == preset) & (f.setting == setting) & (f.value == value)).any() for f in found)
-            if not there and (setting in settings or not settings):
-                found.append(trained(preset, setting, value))
-                pd.concat(found).round(4).to_csv(path, index=False)
+            exists = any(((f.learner == preset) & (f.setting == setting) & (f.value == value)).any() for f in tables)
+            if not exists and (setting in settings or not settings):
+                tables.append(train(preset, setting, value))
+                pd.concat(tables).round(4).to_csv(path, index=False)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What learners are sensitive to, flipped labels, and how lanes part: tables of the runs, and figures.
+"""Tables and figures of the learners' sensitivity to settings, of flipped labels, and of how lanes diverge.
 
-    python tell.py                            # of the tables that are there
-    python tell.py grpo=runs/a dpo=runs/b     # of these runs, and of the tables for other learners
+    python tell.py                            # from the stored tables
+    python tell.py grpo=runs/a dpo=runs/b     # from these runs, and from the stored tables of other learners
 
-Means over seeds, with the lowest and the highest seed.
+Values are means over seeds, with the minimum and the maximum.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from drawing import COLORS, NAMES, colored, markdown, of_seeds, said, save
+from drawing import COLORS, NAMES, colored, format_range, markdown, save, seed_range
 
 from jaxaudit.analysis.run_reader import load
 from jaxaudit.report import style
@@ -25,7 +25,7 @@ from jaxaudit.report import style
 HERE = Path(__file__).parent
 
 COUNTS = ("acting_performance", "own_tokens", "calls", "truncated")
-"""Channels that count what was written: where they differ, rows do; while they are the same, rows may be."""
+"""Channels that count tokens and calls: if they differ, rows differ; if they are equal, rows may be equal."""
 
 MEASURED = {
     "lr_spike": "learning rate, times",
@@ -41,18 +41,18 @@ STANDARD = {
     "epochs": {"grpo": 2, "dapo": 2, "ppo_lm": 2, "dpo": 1},
     "beta": {"dpo": 0.1},
 }
-"""What the controls of the specs have."""
+"""The values of the controls in the specs."""
 
 
 def collect(**runs: str) -> None:
-    """Final figures of all lanes, and how lanes with noise of 1e-6 part from their controls.
+    """Stores final values of all lanes, and how lanes with noise of 1e-6 diverge from their controls.
 
-    The tables keep what they have of other learners.
+    The tables keep their rows of other learners.
     """
-    lanes, parting = [], []
+    lanes, divergences = [], []
     for name, folder in runs.items():
         data = load(Path(folder)).telemetry.load()
-        last = data.isel(step=-1)
+        final = data.isel(step=-1)
         entropy = data["entropy"].sel(stratum="all")
         for index, condition in enumerate(data["condition"].values):
             lanes.append(
@@ -65,69 +65,69 @@ def collect(**runs: str) -> None:
                         "seed": data["seed"].values,
                         "warm_start": data["warm_start_success"].isel(condition=index, step=0).values,
                         "first": data["performance"].isel(condition=index, step=4).values,
-                        "performance": last["performance"].isel(condition=index).values,
+                        "performance": final["performance"].isel(condition=index).values,
                         "acting": data["acting_performance"].isel(condition=index, step=slice(-10, None)).mean("step"),
                         "entropy": entropy.isel(condition=index, step=-1).values,
-                        "row_tokens": last["row_tokens"].isel(condition=index).values,
-                        "calls": last["calls"].isel(condition=index).values,
+                        "row_tokens": final["row_tokens"].isel(condition=index).values,
+                        "calls": final["calls"].isel(condition=index).values,
                     }
                 )
             )
         if "weight_noise" in data["perturbation"].values:
-            parting.append(parted(name, data))
-    for table, found in (("lanes.csv", lanes), ("parting.csv", parting)):
-        kept = [pd.read_csv(HERE / table)] if (HERE / table).is_file() else []
-        kept = [frame[~frame.learner.isin(runs)] for frame in kept] + found
-        kept = pd.concat(kept).sort_values("learner", key=lambda names: names.map(list(NAMES).index), kind="stable")
+            divergences.append(divergence_table(name, data))
+    for table, new_tables in (("lanes.csv", lanes), ("parting.csv", divergences)):
+        merged = [pd.read_csv(HERE / table)] if (HERE / table).is_file() else []
+        merged = [frame[~frame.learner.isin(runs)] for frame in merged] + new_tables
+        merged = pd.concat(merged).sort_values("learner", key=lambda names: names.map(list(NAMES).index), kind="stable")
         if table == "lanes.csv":
-            kept.round(4).to_csv(HERE / table, index=False)
+            merged.round(4).to_csv(HERE / table, index=False)
         else:
-            kept.to_csv(HERE / table, index=False, float_format="%.3g")
+            merged.to_csv(HERE / table, index=False, float_format="%.3g")
 
 
-def parted(name: str, data) -> pd.DataFrame:
-    """Of each seed and step: whether rows have ever differed from the control's, and how far apart the lanes are."""
+def divergence_table(name: str, data) -> pd.DataFrame:
+    """Returns for each seed and step whether rows have differed from the control's, and the distance of the lanes."""
     noise = int(np.flatnonzero(data["perturbation"].values == "weight_noise")[0])
     control = int(np.flatnonzero(data["perturbation"].values == "control")[0])
     frames = []
 
-    def both(channel: str) -> tuple[np.ndarray, np.ndarray]:
-        found = data[channel].transpose("seed", "condition", "step", ...).values
-        return found[:, noise], found[:, control]
+    def series_of(channel: str) -> tuple[np.ndarray, np.ndarray]:
+        series = data[channel].transpose("seed", "condition", "step", ...).values
+        return series[:, noise], series[:, control]
 
-    differs = []
+    differences = []
     for channel in COUNTS:
-        one, other = both(channel)
-        differs.append((one != other).reshape(*one.shape[:2], -1).any(-1))
-    rows = np.maximum.accumulate(np.any(differs, axis=0), axis=1)
-    apart = {}
+        disturbed, controls = series_of(channel)
+        differences.append((disturbed != controls).reshape(*disturbed.shape[:2], -1).any(-1))
+    rows = np.maximum.accumulate(np.any(differences, axis=0), axis=1)
+    distances = {}
     for channel in ("performance", "entropy", "gradient_norm", "params_norm"):
-        one, other = both(channel)
-        far = np.abs(one - other)
-        apart[channel] = far if far.ndim == 2 else far[..., 0]
+        disturbed, controls = series_of(channel)
+        distance = np.abs(disturbed - controls)
+        distances[channel] = distance if distance.ndim == 2 else distance[..., 0]
     for number, seed in enumerate(data["seed"].values):
         frames.append(
             pd.DataFrame(
                 {"learner": name, "seed": seed, "step": data["step"].values, "rows": rows[number].astype(int)}
-                | {channel: values[number] for channel, values in apart.items()}
+                | {channel: values[number] for channel, values in distances.items()}
             )
         )
     return pd.concat(frames)
 
 
-def of_learners(frame: pd.DataFrame) -> alt.Color:
-    """Colours of the learners that a frame has."""
+def learner_colors(frame: pd.DataFrame) -> alt.Color:
+    """Returns an encoding of the colours of the learners in a frame."""
     return colored({name: color for name, color in COLORS.items() if (frame.learner == name).any()})
 
 
 def sensitivity_table() -> pd.DataFrame:
-    """Final performance by learner, what is varied and seed, controls included."""
+    """Returns final performance by learner, setting, value and seed, including controls."""
     lanes = pd.read_csv(HERE / "lanes.csv")
     control = lanes[lanes.perturbation == "control"]
     rows = [lanes[lanes.perturbation.isin(MEASURED)].assign(setting=lanes.perturbation, value=lanes.magnitude)]
     for setting in ("lr_spike", "kl_failure", "ratio_clip_failure", "temperature_spike"):
-        have = lanes[lanes.perturbation == setting].learner.unique()
-        rows.append(control[control.learner.isin(have)].assign(setting=setting, value=1.0))
+        present = lanes[lanes.perturbation == setting].learner.unique()
+        rows.append(control[control.learner.isin(present)].assign(setting=setting, value=1.0))
     path = HERE / "structure.csv"
     if path.is_file():
         varied = pd.read_csv(path)
@@ -140,15 +140,15 @@ def sensitivity_table() -> pd.DataFrame:
 
 
 def draw_sensitivity() -> None:
-    """A panel for each setting, a line for each learner."""
+    """Draws a panel for each setting with a line for each learner."""
     frame = sensitivity_table()
-    color = of_learners(frame.assign(learner=frame.learner.map(NAMES)))
+    color = learner_colors(frame.assign(learner=frame.learner.map(NAMES)))
     panels = []
     for setting, title in MEASURED.items():
-        one = frame[frame.setting == setting]
-        if one.empty:
+        of_setting = frame[frame.setting == setting]
+        if of_setting.empty:
             continue
-        means = of_seeds(one, ["learner", "value"], "performance")
+        means = seed_range(of_setting, ["learner", "value"], "performance")
         means["learner"] = means.learner.map(NAMES)
         order = sorted(means.value.unique())
         means["label"] = means.value.map(lambda v: f"{v:g}")
@@ -169,20 +169,20 @@ def draw_sensitivity() -> None:
 
 
 def draw_flipped() -> None:
-    """Final performance against the share of flipped labels."""
+    """Draws final performance against the share of flipped labels."""
     lanes = pd.read_csv(HERE / "lanes.csv")
     flipped = lanes[lanes.perturbation == "verifier_flip"].learner.unique()
-    one = lanes[lanes.perturbation.isin(["control", "verifier_flip"]) & lanes.learner.isin(flipped)]
-    means = of_seeds(one.fillna({"magnitude": 0.0}), ["learner", "magnitude"], "performance")
+    flipped_lanes = lanes[lanes.perturbation.isin(["control", "verifier_flip"]) & lanes.learner.isin(flipped)]
+    means = seed_range(flipped_lanes.fillna({"magnitude": 0.0}), ["learner", "magnitude"], "performance")
     means["learner"] = means.learner.map(NAMES)
     means["x"] = means.magnitude + means.learner.map({n: 0.004 * i for i, n in enumerate(means.learner.unique())})
-    start = lanes[lanes.perturbation == "control"].warm_start.mean()
+    warm_start = lanes[lanes.perturbation == "control"].warm_start.mean()
     base = alt.Chart(means).encode(
         x=alt.X("x:Q", title="share of labels flipped", axis=alt.Axis(format=".0%", values=[0, 0.1, 0.2, 0.3])),
-        color=of_learners(means),
+        color=learner_colors(means),
     )
     y = alt.Y("mean:Q", title="final performance", scale=alt.Scale(domain=[0, 1]))
-    warm = alt.Chart(pd.DataFrame({"mean": [start]})).mark_rule(color=style.GREY, strokeDash=[4, 3])
+    warm = alt.Chart(pd.DataFrame({"mean": [warm_start]})).mark_rule(color=style.GREY, strokeDash=[4, 3])
     chart = alt.layer(
         warm.encode(y=y),
         base.mark_line(strokeWidth=1.4).encode(y=y),
@@ -193,8 +193,8 @@ def draw_flipped() -> None:
     save(chart.properties(width=300, height=200, title=title), HERE / "flipped_labels.png")
 
 
-def draw_parting() -> None:
-    """How lanes part that differ by 1e-6."""
+def draw_divergence() -> None:
+    """Draws how lanes diverge that differ by 1e-6."""
     frame = pd.read_csv(HERE / "parting.csv")
     frame["learner"] = frame.learner.map(NAMES)
     x = alt.X("step:Q", title="iteration")
@@ -204,7 +204,7 @@ def draw_parting() -> None:
     panels.append(
         alt.Chart(share)
         .mark_line(interpolate="step-after", strokeWidth=1.6)
-        .encode(x=x, y=alt.Y("rows:Q", title="seeds whose rows have differed"), color=of_learners(frame))
+        .encode(x=x, y=alt.Y("rows:Q", title="seeds whose rows have differed"), color=learner_colors(frame))
         .properties(width=230, height=170)
     )
     for channel, title in (
@@ -213,18 +213,18 @@ def draw_parting() -> None:
         ("performance", "|difference of performance|"),
     ):
         log = channel != "performance"
-        one = frame.assign(**{channel: frame[channel].clip(lower=1e-9)}) if log else frame
+        channel_frame = frame.assign(**{channel: frame[channel].clip(lower=1e-9)}) if log else frame
         if channel == "performance":
-            one = one[one.step % 5 == 4]
-        middle = one.groupby(["learner", "step"])[channel].median().reset_index()
+            channel_frame = channel_frame[channel_frame.step % 5 == 4]
+        medians = channel_frame.groupby(["learner", "step"])[channel].median().reset_index()
         scale = alt.Scale(type="log") if log else alt.Scale()
         panels.append(
-            alt.Chart(middle)
+            alt.Chart(medians)
             .mark_line(strokeWidth=1.6)
             .encode(
                 x=x,
                 y=alt.Y(f"{channel}:Q", title=title, scale=scale, axis=alt.Axis(format=".0e") if log else alt.Axis()),
-                color=of_learners(frame),
+                color=learner_colors(frame),
             )
             .properties(width=230, height=170)
         )
@@ -232,7 +232,7 @@ def draw_parting() -> None:
 
 
 def tables() -> None:
-    """Final performances, flipped labels, and how lanes part, as Markdown."""
+    """Prints final performances, effects of flipped labels, and divergence of lanes as Markdown."""
     frame = sensitivity_table()
     keys = frame[["setting", "value"]].drop_duplicates()
     rows = []
@@ -240,41 +240,48 @@ def tables() -> None:
         for value in sorted(keys[keys.setting == setting].value):
             row = {"setting": f"{MEASURED[setting]} {value:g}"}
             for name in frame.learner.unique():
-                one = frame[(frame.learner == name) & (frame.setting == setting) & (frame.value == value)]
-                row[NAMES[name]] = said(one.sort_values("seed").performance.values) if len(one) else "-"
+                selected = frame[(frame.learner == name) & (frame.setting == setting) & (frame.value == value)]
+                row[NAMES[name]] = (
+                    format_range(selected.sort_values("seed").performance.values) if len(selected) else "-"
+                )
             rows.append(row)
     print(markdown(pd.DataFrame(rows)), "\n")
     lanes = pd.read_csv(HERE / "lanes.csv")
     rows = []
-    for name, of in lanes.groupby("learner", sort=False):
-        control = of[of.perturbation == "control"].sort_values("seed")
+    for name, group in lanes.groupby("learner", sort=False):
+        control = group[group.perturbation == "control"].sort_values("seed")
         row = {
             "learner": NAMES[str(name)],
-            "warm start": said(control.warm_start.values),
-            "control": said(control.performance.values),
+            "warm start": format_range(control.warm_start.values),
+            "control": format_range(control.performance.values),
         }
         for share in (0.1, 0.2, 0.3):
-            one = of[(of.perturbation == "verifier_flip") & (of.magnitude == share)].sort_values("seed")
-            if len(one):
-                less = one.performance.values - control.performance.values
-                row[f"flipped {share:g}"] = f"{said(one.performance.values)}; {said(less, '+.2f')}"
+            selected = group[(group.perturbation == "verifier_flip") & (group.magnitude == share)].sort_values("seed")
+            if len(selected):
+                difference = selected.performance.values - control.performance.values
+                row[f"flipped {share:g}"] = (
+                    f"{format_range(selected.performance.values)}; {format_range(difference, '+.2f')}"
+                )
         rows.append(row)
     print(markdown(pd.DataFrame(rows).fillna("-")), "\n")
-    apart = pd.read_csv(HERE / "parting.csv")
+    divergence = pd.read_csv(HERE / "parting.csv")
     rows = []
-    for name, of in apart.groupby("learner", sort=False):
+    for name, group in divergence.groupby("learner", sort=False):
         control = lanes[(lanes.learner == name) & (lanes.perturbation == "control")]
-        first = [int(one[one.rows == 1].step.min()) if one.rows.any() else "never" for _, one in of.groupby("seed")]
-        late = of[of.step >= of.step.max() - 19]
-        measured = late[late.step % 5 == 4]
+        first_steps = [
+            int(selected[selected.rows == 1].step.min()) if selected.rows.any() else "never"
+            for _, selected in group.groupby("seed")
+        ]
+        last_steps = group[group.step >= group.step.max() - 19]
+        measured = last_steps[last_steps.step % 5 == 4]
         rows.append(
             {
                 "learner": NAMES[str(name)],
-                "rows differ from iteration": ", ".join(map(str, first)),
+                "rows differ from iteration": ", ".join(map(str, first_steps)),
                 "entropy apart at the first, the tenth iteration": ", ".join(
-                    f"{of[of.step == step].entropy.median():.1e}" for step in (0, 9)
+                    f"{group[group.step == step].entropy.median():.1e}" for step in (0, 9)
                 ),
-                "entropy apart, last 20": f"{late.entropy.median():.3f}",
+                "entropy apart, last 20": f"{last_steps.entropy.median():.3f}",
                 "performance apart, last 20: median, largest": f"{measured.performance.median():.3f}, "
                 f"{measured.performance.max():.3f}",
                 "standard deviation of controls over seeds": f"{control.performance.std():.3f}",
@@ -284,12 +291,12 @@ def tables() -> None:
 
 
 def main(runs: list[str]) -> None:
-    """Tells and draws, after the tables have been made of the runs where there are any."""
+    """Draws figures and prints tables, after storing the results of the given runs."""
     if runs:
-        collect(**dict(one.split("=", 1) for one in runs))
+        collect(**dict(argument.split("=", 1) for argument in runs))
     draw_sensitivity()
     draw_flipped()
-    draw_parting()
+    draw_divergence()
     tables()
 
 

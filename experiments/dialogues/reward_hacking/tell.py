@@ -1,7 +1,7 @@
-"""Proxy and gold reward over training: tables of a run, and a figure.
+"""Tables and a figure of proxy and gold reward over training.
 
-python tell.py              # of the table that is there
-python tell.py runs/a       # of this run
+python tell.py              # from the stored table
+python tell.py runs/a       # from this run
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from drawing import colored, markdown, said, save
+from drawing import colored, format_range, markdown, save
 
 from jaxaudit.analysis.run_reader import load
 from jaxaudit.report import style
@@ -25,7 +25,7 @@ HACKING = {
     "proxy": "proxy",
     "performance": "gold, held-out",
     "part_markers": '"splendid" a row',
-    "row_tokens": "own tokens a row",
+    "row_tokens": "policy tokens a row",
     "accuracy": "reward model orders right",
     "kl": "KL, nats",
     "entropy": "entropy",
@@ -33,27 +33,27 @@ HACKING = {
 
 
 def collect(folder: str) -> None:
-    """Every fifth step of all lanes."""
+    """Stores every fifth step of all lanes."""
     data = load(Path(folder)).telemetry.load()
     frames = []
     for index in range(data.sizes["condition"]):
         for seed in data["seed"].values:
-            one = data.isel(condition=index).sel(seed=seed)
-            parts = {f"part_{p}": one["reward_part"].sel(part=p).values for p in data["part"].values}
+            lane = data.isel(condition=index).sel(seed=seed)
+            parts = {f"part_{p}": lane["reward_part"].sel(part=p).values for p in data["part"].values}
             frame = pd.DataFrame(
                 {
                     "perturbation": data["perturbation"].values[index],
                     "factor": data["magnitude"].values[index],
                     "seed": seed,
                     "step": data["step"].values,
-                    "proxy": one["proxy"].values,
-                    "gold": one["acting_performance"].values,
-                    "performance": one["performance"].values,
-                    "row_tokens": one["row_tokens"].values,
-                    "truncated": one["truncated"].values,
-                    "accuracy": one["reward_model_accuracy"].values,
-                    "entropy": one["entropy"].sel(stratum="all").values,
-                    "kl": one["kl"].sel(stratum="all").values,
+                    "proxy": lane["proxy"].values,
+                    "gold": lane["acting_performance"].values,
+                    "performance": lane["performance"].values,
+                    "row_tokens": lane["row_tokens"].values,
+                    "truncated": lane["truncated"].values,
+                    "accuracy": lane["reward_model_accuracy"].values,
+                    "entropy": lane["entropy"].sel(stratum="all").values,
+                    "kl": lane["kl"].sel(stratum="all").values,
                     **parts,
                 }
             )
@@ -63,7 +63,7 @@ def collect(folder: str) -> None:
 
 
 def draw() -> None:
-    """Proxy and gold over training, and what the policy learned to write."""
+    """Draws proxy and gold reward over training, and statistics of the policy's rows."""
     frame = pd.read_csv(HERE / "steps.csv")
     labels = {0.0: "no KL penalty", 1.0: "0.04, the preset's"}
     frame["kl weight"] = frame.factor.map(labels)
@@ -73,7 +73,7 @@ def draw() -> None:
         ("proxy", "learned reward (proxy)"),
         ("performance", "gold, held-out prompts"),
         ("part_markers", '"splendid" in a row'),
-        ("row_tokens", "own tokens of a row"),
+        ("row_tokens", "policy tokens of a row"),
         ("part_coverage", "topic's words written, share"),
         ("accuracy", "pairs the reward model orders right"),
         ("kl", "exact KL to the warm start, nats"),
@@ -88,21 +88,21 @@ def draw() -> None:
 
 
 def tables() -> None:
-    """Of the first and the last iterations, as Markdown."""
+    """Prints means of the first and the last iterations as Markdown."""
     steps = pd.read_csv(HERE / "steps.csv")
     rows = []
-    for factor, of in steps.groupby("factor"):
-        for when, part in (("first", of[of.step < 15]), ("last", of[of.step >= of.step.max() - 14])):
+    for factor, group in steps.groupby("factor"):
+        for phase, part in (("first", group[group.step < 15]), ("last", group[group.step >= group.step.max() - 14])):
             means = part.groupby("seed")[list(HACKING)].mean()
             rows.append(
-                {"KL weight": 0.04 * factor, "iterations": f"{when} 15"}
-                | {title: said(means[channel].values) for channel, title in HACKING.items()}
+                {"KL weight": 0.04 * factor, "iterations": f"{phase} 15"}
+                | {title: format_range(means[channel].values) for channel, title in HACKING.items()}
             )
     print(markdown(pd.DataFrame(rows)), "\n")
 
 
 def main(runs: list[str]) -> None:
-    """Tells and draws, after the tables have been made of the runs where there are any."""
+    """Draws the figure and prints the table, after storing the results of a given run."""
     if runs:
         collect(*runs)
     draw()
