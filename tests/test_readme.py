@@ -5,7 +5,7 @@ import io
 import re
 
 import pytest
-from places import ROOT
+from directories import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 

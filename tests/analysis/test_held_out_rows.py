@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import quadratic  # noqa: F401  registers the learner
 import xarray as xr
-from refusals import refusal
-from small_runs import header
-from synthetic_runs import grid, outside_scripts, simulate, write
+from cli_errors import cli_error
+from small_runs import spec_header
+from synthetic_runs import condition_table, simulate, without_scripts, write_run
 
 from jaxaudit import report
 from jaxaudit.analysis.run_reader import load, nearest_step
@@ -35,9 +35,9 @@ KINDS = {"lr_spike": ("optimization", (3.0, 100.0), 14.0)}
 @pytest.fixture(scope="module")
 def dialogue_run(tmp_path_factory):
     """A run of 4 seeds and 3 conditions with dialogues sampled every 5 steps: its folder, performance and telemetry."""
-    folder, conditions = tmp_path_factory.mktemp("runs") / "rows", grid(KINDS)
+    folder, conditions = tmp_path_factory.mktemp("runs") / "rows", condition_table(KINDS)
     performance = simulate(conditions, SEEDS, STEPS)
-    write(folder, conditions, performance=performance, name="hop rows", channels=("gradient_norm",))
+    write_run(folder, conditions, performance=performance, name="hop rows", channels=("gradient_norm",))
     lanes = (SEEDS, len(conditions), STEPS)
     rng = np.random.default_rng(3)
     tokens = rng.integers(0, len(WORDS), (*lanes, 2, SLOTS)).astype(np.int32)
@@ -143,20 +143,20 @@ def test_nearest_step_prefers_the_later_of_two_but_not_beyond_the_end(dialogue_r
 )
 def test_sample_refuses_unknown_seeds_conditions_and_steps(dialogue_run, capsys, options, message, monkeypatch):
     monkeypatch.chdir(dialogue_run[0].parent)
-    assert message in refusal(capsys, "sample", "rows", *options)
+    assert message in cli_error(capsys, "sample", "rows", *options)
 
 
 def test_sample_refuses_runs_without_dialogues(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "plain", grid({}), seeds=2)
-    assert 'a dialogue does, with telemetry = "full"' in refusal(capsys, "sample", "plain")
-    assert "nowhere: there is no such folder" in refusal(capsys, "sample", "nowhere")
+    write_run(tmp_path / "plain", condition_table({}), seeds=2)
+    assert 'a dialogue does, with telemetry = "full"' in cli_error(capsys, "sample", "plain")
+    assert "nowhere: there is no such folder" in cli_error(capsys, "sample", "nowhere")
 
 
 def test_the_report_shows_dialogues_tokens_and_first_signals(dialogue_run, monkeypatch):
     monkeypatch.setattr("jaxaudit.report.page.write_figures", lambda *_: None)
     folder, performance, data = dialogue_run
-    page = outside_scripts(report.build(folder).read_text())
+    page = without_scripts(report.build(folder).read_text())
     rows = page.split('id="rows"')[1].split("</section>")[0]
     seed = int(np.argsort(performance[:, 2, -1])[1])
     assert f"<h3>lr_spike 100, seed {seed}</h3>" in rows
@@ -246,7 +246,10 @@ def test_a_learners_remarks_are_printed_stored_and_reported(tmp_path, monkeypatc
         return dataclasses.replace(factory(task, **settings), remarks=remarks)
 
     monkeypatch.setitem(registry.learners._entries, "remarking", remarking)
-    spec = header(learner='kind = "remarking"') + '[run]\nchunk = 4\n[[perturbation]]\nkind = "lr_spike"\nonset = 10\n'
+    spec = (
+        spec_header(learner='kind = "remarking"')
+        + '[run]\nchunk = 4\n[[perturbation]]\nkind = "lr_spike"\nonset = 10\n'
+    )
     Path("spec.toml").write_text(spec)
     assert cli.main(["run", "spec.toml"]) == 0
     assert capsys.readouterr().err.count("note: it <begins> badly, so read on\n") == 1

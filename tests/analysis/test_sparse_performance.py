@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from parameters import some_of
+from parameters import partly_exhaustive
 
 import jaxaudit as ja
 from jaxaudit.analysis import datasets, metrics, results
@@ -70,7 +70,7 @@ def naive_metrics(series, onset):
     return result
 
 
-@pytest.mark.parametrize("number", some_of(15, of=60))
+@pytest.mark.parametrize("number", partly_exhaustive(15, total=60))
 def test_metrics_are_computed_from_the_measured_steps(number):
     rng = np.random.default_rng(number)
     onset = int(rng.integers(20, 60))
@@ -85,7 +85,7 @@ def test_metrics_are_computed_from_the_measured_steps(number):
         assert result[name] == pytest.approx(value, rel=1e-4, nan_ok=True), name
 
 
-@pytest.mark.parametrize("number", some_of(5, of=20))
+@pytest.mark.parametrize("number", partly_exhaustive(5, total=20))
 def test_a_sparse_channel_measured_at_every_step_equals_a_dense_one(number):
     rng = np.random.default_rng(number)
     series = rng.normal(10, 1, 100)

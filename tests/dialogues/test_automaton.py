@@ -4,10 +4,10 @@ import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import dialogue_rules
 import jax
 import jax.numpy as jnp
 import numpy as np
-import plain_dialogues
 import pytest
 
 from jaxaudit.dialogues import Dialogue, automaton, named
@@ -98,10 +98,12 @@ class Programs:
         rows, golds = [], []
         for n in range(len(responses)):
             prompt = [dialogue.words[token] for token in queues[n] if token >= 0]
-            rules = plain_dialogues.RULES[name](dialogue, jax.tree.map(lambda leaf, n=n: leaf[n], states), prompt)
+            rules = dialogue_rules.RULES[name](dialogue, jax.tree.map(lambda leaf, n=n: leaf[n], states), prompt)
             disturbed = {"lost": lost_results[n], "spoilt": replaced_by_slot[n]} if lost_results else {}
             rows.append(
-                plain_dialogues.row(rules, prompt, dialogue.words, responses[n], responses.shape[1], **disturbed)
+                dialogue_rules.simulate_row(
+                    rules, prompt, dialogue.words, responses[n], responses.shape[1], **disturbed
+                )
             )
             golds.append(rules.gold())
         return np.array(rows), np.array(golds)
@@ -119,7 +121,7 @@ def begin_rows(name, seed):
     return keys, progress, demonstrations, rng
 
 
-@pytest.mark.parametrize("name", plain_dialogues.RULES)
+@pytest.mark.parametrize("name", dialogue_rules.RULES)
 def test_rows_equal_those_of_a_plain_loop(name):
     program = programs(name)
     _, progress, demonstrations, rng = begin_rows(name, 0)
@@ -192,7 +194,7 @@ class ChunkRules:
         if self.written < 3:
             return None
         self.written, self.prompt_left, self.chunk = 0, 3, self.chunk + 1
-        return plain_dialogues.OVER if self.chunk == 3 else (["3", "4", word],)
+        return dialogue_rules.DIALOGUE_OVER if self.chunk == 3 else (["3", "4", word],)
 
 
 @functools.cache
@@ -205,7 +207,7 @@ def test_chunks_restart_positions_and_rows_are_truncated(length):
     responses = np.random.default_rng(2).integers(0, 5, (8, length)).astype(np.int32)
     begin_all = jax.vmap(lambda key: automaton.begin(Chunks(), key, 0.0))
     slots, progress, reward = chunks().write(begin_all(jax.random.split(jax.random.key(0), 8)), responses)
-    rows = [plain_dialogues.row(ChunkRules(), ["3", "4"], Chunks.words, line, length) for line in responses]
+    rows = [dialogue_rules.simulate_row(ChunkRules(), ["3", "4"], Chunks.words, line, length) for line in responses]
     np.testing.assert_array_equal(slots, rows)
     # Two prompt and three response tokens, then twice three prompt and three response tokens: 17 slots.
     assert np.asarray(slots)[0, :, 3].tolist() == ([0] * 5 + [5] * 6 + [11] * 6 + [11] * 3)[:length]
@@ -227,7 +229,7 @@ def test_tokens_after_the_end_change_nothing():
     jax.tree.map(np.testing.assert_array_equal, after, after_again)
 
 
-@pytest.mark.parametrize("name", plain_dialogues.RULES)
+@pytest.mark.parametrize("name", dialogue_rules.RULES)
 def test_replay_accepts_exactly_the_rows_that_were_written(name):
     program = programs(name)
     keys, progress, demonstrations, rng = begin_rows(name, 4)
@@ -251,7 +253,7 @@ def test_replay_accepts_exactly_the_rows_that_were_written(name):
         np.testing.assert_array_equal(program.replay(keys, rows).agrees, (rows == tokens).all(1), err_msg=case)
 
 
-@pytest.mark.parametrize("name", plain_dialogues.RULES)
+@pytest.mark.parametrize("name", dialogue_rules.RULES)
 def test_the_prefix_equals_the_first_slots_of_rows(name):
     program = programs(name)
     _, progress, demonstrations, rng = begin_rows(name, 5)

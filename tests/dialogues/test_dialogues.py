@@ -3,10 +3,10 @@
 import functools
 from dataclasses import dataclass, replace
 
+import dialogue_rules
 import jax
 import jax.numpy as jnp
 import numpy as np
-import plain_dialogues
 import pytest
 
 import jaxaudit as ja
@@ -43,7 +43,7 @@ def apply_rules(name, dialogue, state, prompts, function):
     results = []
     for n, prompt in enumerate(prompts):
         row_state = jax.tree.map(lambda leaf, n=n: leaf[n], state)
-        results.append(function(plain_dialogues.RULES[name], dialogue, row_state, words(dialogue, prompt)))
+        results.append(function(dialogue_rules.RULES[name], dialogue, row_state, words(dialogue, prompt)))
     return results
 
 
@@ -189,7 +189,7 @@ def test_topics_of_a_prompt_differ():
 @pytest.mark.parametrize(("extras", "forbidden"), [(2, 1), (0, 1), (4, 0), (0, 0)])
 def test_prompts_have_the_numbers_of_extra_and_forbidden_words(extras, forbidden):
     dialogue = named("preference", extras=extras, forbidden=forbidden).make()
-    topics = {word: topic for topic, belonging in plain_dialogues.BELONGING.items() for word in belonging.split()}
+    topics = {word: topic for topic, belonging in dialogue_rules.TOPIC_WORDS.items() for word in belonging.split()}
     lengths = set()
     for difficulty in (1.0, 2.0):
         for prompt in sampled(dialogue, difficulty)[1]:
@@ -432,7 +432,9 @@ def judge_rows(dialogue):
 
 def gold_of_right_answers(name, dialogue, state, answered_prompts, prompts):
     """Returns gold of rows that begin with `prompts` and give the right answers to `answered_prompts`."""
-    answers = apply_rules(name, dialogue, state, answered_prompts, lambda row_rules, *row: row_rules(*row).right())
+    answers = apply_rules(
+        name, dialogue, state, answered_prompts, lambda row_rules, *row: row_rules(*row).correct_reply()
+    )
     rows = np.full((ROWS, dialogue.length), NO_TOKEN, np.int32)
     for row, prompt, answer in zip(rows, prompts, answers, strict=True):
         tokens = [*prompt[prompt >= 0], *map(dialogue.words.index, answer)]
@@ -478,10 +480,10 @@ def test_a_changed_prompt_differs_in_one_token_and_has_a_right_answer(name, diff
         assert 0.3 < first.mean() < 0.9
     if name == "preference":
         for row in changed:
-            topics = [word for word in words(dialogue, row) if word in plain_dialogues.BELONGING]
+            topics = [word for word in words(dialogue, row) if word in dialogue_rules.TOPIC_WORDS]
             assert len(set(topics)) == difficulty
-            row_rules = plain_dialogues.PreferenceRules(dialogue, None, words(dialogue, row))
-            assert not row_rules.wanted & row_rules.forbidden
+            row_rules = dialogue_rules.PreferenceRules(dialogue, None, words(dialogue, row))
+            assert not row_rules.expected & row_rules.forbidden
         assert shares[1] == pytest.approx(1 / (difficulty + 2), abs=0.05)
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from places import EXPERIMENTS
+from directories import EXPERIMENTS
 
 BENCHMARKS = EXPERIMENTS / "benchmarks"
 

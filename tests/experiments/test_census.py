@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from places import EXPERIMENTS
+from directories import EXPERIMENTS
 
 CENSUS = EXPERIMENTS / "census"
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
-from places import EXPERIMENTS
+from directories import EXPERIMENTS
 
 from jaxaudit.runtime import registry
 

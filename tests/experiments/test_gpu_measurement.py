@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from places import EXPERIMENTS
+from directories import EXPERIMENTS
 
 GPU = EXPERIMENTS / "gpu"
 sys.path.append(str(GPU))

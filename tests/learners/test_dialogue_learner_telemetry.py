@@ -5,11 +5,11 @@ import dataclasses
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import dialogue_rules
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import plain_dialogues
 import pytest
 
 import jaxaudit as ja
@@ -366,7 +366,9 @@ class ScriptedCollector:
         for n, prompt in enumerate(self.prompts if self.follows_prompts else first):
             state = jax.tree.map(lambda leaf, n=n: leaf[n], progress.state)
             words = [dialogue.words[token] for token in prompt]
-            answer = [dialogue.words.index(word) for word in plain_dialogues.HopRules(dialogue, state, words).right()]
+            answer = [
+                dialogue.words.index(word) for word in dialogue_rules.HopRules(dialogue, state, words).correct_reply()
+            ]
             tokens[n, : 2 + len(answer)] = [*self.prompts[n], *answer]
             for token in tokens[n, : 2 + len(answer)]:
                 state = dialogue.respond(state, token)[0]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from places import DATA
+from directories import DATA
 
 from jaxaudit.learners.dialogue import advantages, loss_terms
 from jaxaudit.learners.dialogue.advantages import estimate_advantages

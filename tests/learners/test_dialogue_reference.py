@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errand import CALL, Errand, random_params
+from letter_dialogue import CALL, LetterDialogue, random_params
 
 from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues.protocol import POLICY, PROMPT, TOOL
@@ -211,7 +211,7 @@ def reference_rows(rows):
     """Returns rows in the reference's form."""
     names = {name: name for name in ("tokens", "role", "position", "truncated")} | {"first": "attention_start"}
     arrays = {name: np.asarray(getattr(rows, field)) for name, field in names.items()}
-    return plain.Written(**arrays, rewards={name: np.float64(reward) for name, reward in rows.rewards.items()})
+    return plain.TokenRows(**arrays, rewards={name: np.float64(reward) for name, reward in rows.rewards.items()})
 
 
 @dataclass
@@ -237,9 +237,9 @@ class Iteration:
     after: DialogueState
     author: object
     base: object
-    rows: plain.Written
+    rows: plain.TokenRows
     uniform: np.ndarray
-    disturbed: plain.Disturbed
+    disturbed: plain.Disturbances
     experience: object
     visited: object
     telemetry: dict
@@ -253,7 +253,7 @@ def run_iteration(case, monkeypatch):
     """Runs one step of a case's learner."""
     tiny(case.layers, monkeypatch)
     settings = settings_of(case.preset)(**COMMON | case.settings)
-    learner = RecordingLearner(Errand(), settings.structure, Errand.length)
+    learner = RecordingLearner(LetterDialogue(), settings.structure, LetterDialogue.length)
     rng = np.random.default_rng(case.seed)
     monkeypatch.setattr(
         measurement, "measure_held_out_when_due", lambda collector, latest, *rest: (latest, latest.values)
@@ -271,14 +271,14 @@ def run_iteration(case, monkeypatch):
         reference=reference,
         initial=policy if learner.keeps_initial else None,
         scales={"proxy": scale, "gold": scale} if reward_model else {},
-        results=Bigrams.empty(Errand.vocabulary) if counts else None,
+        results=Bigrams.empty(LetterDialogue.vocabulary) if counts else None,
         warm_start_success=jnp.float32(0),
         told=initial_telemetry,
         measured=measured,
     )
     count = settings.prompts * settings.oversampling * settings.group_size
     noise = {
-        "log_probability": np.float32(0.3 * rng.normal(size=(count, Errand.length))),
+        "log_probability": np.float32(0.3 * rng.normal(size=(count, LetterDialogue.length))),
         "reward": np.float32(0.3 * rng.normal(size=count)),
     }
     noise = {site: x for site, x in noise.items() if site in case.sites}
@@ -310,8 +310,8 @@ def run_iteration(case, monkeypatch):
         author=stale if "behaviour" in case.sites else reference if follows_reference else policy,
         base=base,
         rows=reference_rows(recorded["experience"].rollout.rows),
-        uniform=np.float64(jax.random.uniform(sampling_key, (count, Errand.length))),
-        disturbed=plain.Disturbed(**{site: np.float64(x) for site, x in noise.items()}),
+        uniform=np.float64(jax.random.uniform(sampling_key, (count, LetterDialogue.length))),
+        disturbed=plain.Disturbances(**{site: np.float64(x) for site, x in noise.items()}),
         experience=recorded["experience"],
         visited=recorded["visited"],
         telemetry=telemetry,
@@ -333,29 +333,29 @@ def compare_collected(it):
     models = plain.Models(
         policy=reference_params(before.policy.params),
         reference=reference_params(before.reference),
-        author=reference_params(it.author),
+        sampler=reference_params(it.author),
         critic=before.critic and reference_params(before.critic.params),
         reward_model=reference_params(before.reward_model),
         base=reference_params(it.base),
     )
-    expected = plain.collected(
-        it.settings, Errand(), HEADS, models, it.rows, it.uniform, it.disturbed, it.rollout.reward
+    expected = plain.prepare_training_data(
+        it.settings, LetterDialogue(), HEADS, models, it.rows, it.uniform, it.disturbed, it.rollout.reward
     )
-    rollout, response_mask = it.rollout, it.rows.own
+    rollout, response_mask = it.rollout, it.rows.policy_mask
     assert_close(
         "all sampler's log-probability", rollout.rows.log_prob, expected["all sampler's log-probability"], response_mask
     )
     assert_close("all sampler's entropy", rollout.rows.entropy, expected["all sampler's entropy"], response_mask)
     assert_close("all mass cut", rollout.rows.mass_cut, expected["all mass cut"], response_mask)
-    assert_close("all token drawn", rollout.rows.tokens, expected["all token drawn"], response_mask)
-    for name, field in {"scored": "undisturbed_reward", "reward": "reward", "kept": "row_mask"}.items():
+    assert_close("all sampled tokens", rollout.rows.tokens, expected["all sampled tokens"], response_mask)
+    for name, field in {"scores": "undisturbed_reward", "reward": "reward", "kept": "row_mask"}.items():
         assert_close(f"all {name}", getattr(rollout, field), expected[f"all {name}"])
     loss_inputs, rows, recomputed = (
         it.experience.batch.loss_inputs,
         it.experience.batch.rows,
         it.experience.trainer_outputs,
     )
-    response_mask = expected["own"]
+    response_mask = expected["policy_mask"]
     assert_close("the loss mask of the rows that are learned from", loss_inputs.loss_mask, response_mask)
     for name, field in {"tokens": "tokens", "position": "position", "attention_start": "first"}.items():
         assert_close(f"chosen rows' {name}", getattr(rows, name), getattr(expected["rows"], field), response_mask)
@@ -384,7 +384,7 @@ def compare_gradient(name, gradient, loss, params, rng):
     """Compares a gradient with finite differences of a loss, in random directions and for each leaf."""
     norm = max(np.sqrt(sum(np.sum(g**2) for g in gradient.values())), 1e-2)
     errors = []
-    for slope in plain.slopes(loss, params, rng):
+    for slope in plain.directional_slopes(loss, params, rng):
         error = sum(np.sum(gradient[path] * d) for path, d in slope.direction.items()) - slope.slope
         if slope.name == "everywhere":
             errors.append(error)
@@ -404,7 +404,7 @@ UPDATE = ("clipped", "gradient_norm")
 def rate_of(settings, label):
     """Returns the learning rate of the tested iteration."""
     peak = settings.learning_rate if label == "policy" else settings.critic_learning_rate
-    return plain.rate(settings, peak, STEP / STEPS)
+    return plain.learning_rate(settings, peak, STEP / STEPS)
 
 
 def compare_updates(it, expected):
@@ -416,7 +416,7 @@ def compare_updates(it, expected):
     end = {"policy": it.after.policy, "critic": it.after.critic}
     labels = [label for label in start if start[label] is not None]
     params = {label: reference_params(start[label].params) for label in labels}
-    moments = {label: adam.begun(params[label]) for label in labels}
+    moments = {label: adam.init(params[label]) for label in labels}
     base, expected_metrics = reference_params(it.base), []
     for epoch in range(settings.epochs):
         visited_rows = np.sort(it.visited.rows[epoch].reshape(-1))
@@ -437,7 +437,7 @@ def compare_updates(it, expected):
                 compare_params(
                     prefix + f"parameters of the {label} before", trained[label], params[label], rates[label]
                 )
-            batch = plain.minibatch(settings, Errand(), expected, index)
+            batch = plain.minibatch(settings, LetterDialogue(), expected, index)
             critic = trained.get("critic")
 
             def losses(policy, critic, frozen=None, batch=batch):
@@ -448,7 +448,7 @@ def compare_updates(it, expected):
             expected_losses, log_ratio, frozen = losses(trained["policy"], critic)
             assert set(metrics) == set(expected_losses), "names of the parts of the loss"
             if tokens is not None:
-                assert_close(prefix + "log-ratio", tokens.log_ratio, log_ratio, batch.own)
+                assert_close(prefix + "log-ratio", tokens.log_ratio, log_ratio, batch.policy_mask)
             for name, value in expected_losses.items():
                 assert_close(prefix + name, metrics[name], value)
             policy_loss = lambda p: losses(p, critic, frozen)[0]["loss"]  # noqa: B023, E731
@@ -456,7 +456,7 @@ def compare_updates(it, expected):
             for label in labels:
                 loss = policy_loss if label == "policy" else critic_loss
                 compare_gradient(prefix + f"gradient of the {label}", gradient[label], loss, trained[label], rng)
-                params[label], moments[label], update = adam.updated(
+                params[label], moments[label], update = adam.update(
                     trained[label], moments[label], gradient[label], rates[label]
                 )
                 for name, value in update.items():
@@ -496,8 +496,8 @@ def compare(it):
         for x, y in zip(before, after, strict=True):
             np.testing.assert_array_equal(x, y, err_msg=name)
     if expected["value"] is not None:
-        response_mask = expected["own"]
-        reward = plain.earned(it.settings, expected["score"], response_mask, np.zeros(response_mask.shape))
+        response_mask = expected["policy_mask"]
+        reward = plain.token_rewards(it.settings, expected["score"], response_mask, np.zeros(response_mask.shape))
         score_returns = plain.returns(reward, response_mask, it.settings.gamma)
         for name, target in {"value_bias": expected["target"], "score_value_bias": score_returns}.items():
             assert_close(
@@ -515,19 +515,21 @@ def assert_the_case_is_informative(it, expected, metrics, every_bound=True):
     assert (rows.first > 0).any(), "rows with several chunks"
     assert (rows.role[:, 2] == PROMPT).any()
     assert (rows.role[:, 2] == POLICY).any(), "prompts of two lengths"
-    assert (expected["all mass cut"][rows.own] > 0.05).mean() > 0.2, "top-p"
-    assert expected["all certain"][rows.own].mean() > 0.95, "sampled tokens that do not depend on rounding"
-    response_mask = expected["own"]
-    dropped = expected["rows"].own.any(-1) & ~response_mask.any(-1)
+    assert (expected["all mass cut"][rows.policy_mask] > 0.05).mean() > 0.2, "top-p"
+    assert expected["all certain"][rows.policy_mask].mean() > 0.95, "sampled tokens that do not depend on rounding"
+    response_mask = expected["policy_mask"]
+    dropped = expected["rows"].policy_mask.any(-1) & ~response_mask.any(-1)
     assert 0 < dropped.mean() < 0.8, "rows without loss"
     gap = np.abs(expected["recomputed"] - expected["reference"])[response_mask]
     assert np.median(gap) > 0.1, "a reference that differs from the policy"
     if settings.objective == "policy":
-        lengths = np.max(np.where(response_mask, np.arange(Errand.length), 0), -1)
-        sequences_needed = max(lengths[index].sum() for epoch in it.visited.rows for index in epoch) / Errand.length
+        lengths = np.max(np.where(response_mask, np.arange(LetterDialogue.length), 0), -1)
+        sequences_needed = (
+            max(lengths[index].sum() for epoch in it.visited.rows for index in epoch) / LetterDialogue.length
+        )
         pieces = settings.piece_sizes(settings.rows // settings.minibatches)
         assert sequences_needed > pieces.first or not settings.microbatches > 1, "packed rows in several pieces"
-        penalty = plain.overlong(settings, Errand(), expected["rows"])[response_mask.any(-1)]
+        penalty = plain.overlong_penalty(settings, LetterDialogue(), expected["rows"])[response_mask.any(-1)]
         assert len(set(penalty)) > 2, "several overlong penalties"
     if settings.oversampling > 1:
         size, groups = settings.group_size, settings.prompts * settings.oversampling
@@ -552,7 +554,7 @@ def assert_the_case_is_informative(it, expected, metrics, every_bound=True):
     if settings.advantage == "gae" and settings.clip_value:
         assert 0.02 < shares["value_clipped"] < 0.98
     if settings.correction == "tis":
-        weight = plain.correction(settings, expected["old"] - expected["sampled"], response_mask)[response_mask]
+        weight = plain.importance_weights(settings, expected["old"] - expected["sampled"], response_mask)[response_mask]
         assert 0.05 < (weight == settings.tis_cap).mean() < 0.95
     if settings.correction == "mis":
         assert 0.02 < shares["correction_zero"] < 0.98
@@ -606,7 +608,7 @@ def initialise(settings, monkeypatch):
     the last of them, value pretraining. Rows that would be sampled to test whether the warm start is over (it never is)
     or to measure a reward's scale are replaced by zeros.
     """
-    learner, stages = DialogueLearner(Errand(), settings.structure), []
+    learner, stages = DialogueLearner(LetterDialogue(), settings.structure), []
     adam, demonstrate, undisturbed = (
         optax.scale_by_adam,
         demonstrations.demonstrate,
@@ -651,14 +653,14 @@ def replay_pretraining(name, stage, updates, rate, loss_of, checked=(0, 1, 4), d
     The learning rate is constant, or decays linearly to 0 if `decays`.
     """
     adam, params, rng = plain.Adam(0.9, 0.95), stage.start, np.random.default_rng(2)
-    moments = adam.begun(params)
+    moments = adam.init(params)
     for i in range(updates):
         if i in checked:
             gradient = stage.gradients[i]
             assert max(np.abs(g).max() for g in gradient.values()) > 0.02
             compare_gradient(f"{name}, update {i}", gradient, loss_of(i), params, rng)
         factor = 1 - i / updates if decays else 1
-        params, moments, _ = adam.updated(params, moments, stage.gradients[i], factor * rate)
+        params, moments, _ = adam.update(params, moments, stage.gradients[i], factor * rate)
     return params
 
 
@@ -690,7 +692,7 @@ def test_warm_starts_and_value_pretraining_equal_the_references(monkeypatch):
         warm,
         demonstrations.UPDATES_PER_CHECK,
         rate,
-        lambda n: lambda params: plain.imitation(settings, HEADS, params, warm.shown[n][0]),
+        lambda n: lambda params: plain.imitation_loss(settings, HEADS, params, warm.shown[n][0]),
     )
     compare_params("the policy after its warm start", reference_params(state.policy.params), policy, rate)
     for x, y in zip(jax.tree.leaves(state.reference), jax.tree.leaves(state.policy.params), strict=True):
@@ -715,7 +717,7 @@ def test_warm_starts_and_value_pretraining_equal_the_references(monkeypatch):
         judge,
         settings.reward_model_warm_start,
         rate,
-        lambda n: lambda params: plain.judgement(HEADS, params, *pairs[n]),
+        lambda n: lambda params: plain.reward_model_loss(HEADS, params, *pairs[n]),
     )
     compare_params("the reward model", reference_params(state.reward_model), model, rate)
 
@@ -723,19 +725,26 @@ def test_warm_starts_and_value_pretraining_equal_the_references(monkeypatch):
     assert len(rows.tokens) == 2 * settings.rows, "the rows asked for, rounded up to complete iterations"
     all_log_probs = plain.log_softmax(plain.logits(policy, rows, HEADS) / settings.temperature)
     log_prob = value_pretraining["rows"].log_prob
-    assert_close("log-probability of value pretraining's rows", log_prob, plain.of_token(all_log_probs, rows), rows.own)
-    scored = plain.scores(model, rows, HEADS)
+    assert_close(
+        "log-probability of value pretraining's rows",
+        log_prob,
+        plain.gather_tokens(all_log_probs, rows),
+        rows.policy_mask,
+    )
+    scored = plain.reward_model_scores(model, rows, HEADS)
     assert np.std(scored) > 0.01
     # The policy equals its reference, so that their divergence is zero.
-    scored += settings.overlong_coefficient * plain.overlong(settings, Errand(), rows)
-    returned = plain.returns(plain.earned(settings, scored, rows.own, 0.0 * rows.tokens), rows.own, settings.gamma)
+    scored += settings.overlong_coefficient * plain.overlong_penalty(settings, LetterDialogue(), rows)
+    returned = plain.returns(
+        plain.token_rewards(settings, scored, rows.policy_mask, 0.0 * rows.tokens), rows.policy_mask, settings.gamma
+    )
     assert_close("returns of value pretraining's rows", value_pretraining["returns"], returned)
     key, size = jax.random.wrap_key_data(value_pretraining["key"]), settings.critic_warm_start_minibatch
 
     def expectation(number):
         """Returns the loss of the rows that an update samples."""
         index = np.asarray(jax.random.randint(jax.random.fold_in(key, number), (size,), 0, len(rows.tokens)))
-        return lambda params: plain.expectation(HEADS, params, rows.picked(index), returned[index])
+        return lambda params: plain.value_pretraining_loss(HEADS, params, rows.select(index), returned[index])
 
     rate = settings.critic_warm_start_learning_rate
     values = replay_pretraining("the critic's", critic, settings.critic_warm_start, rate, expectation, decays=True)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from probes import PLAIN, Probe, train
+from probe_tasks import UNNORMALIZED_SETTINGS, ProbeTask, train
 from scipy import special
 
 import jaxaudit as ja
@@ -14,11 +14,11 @@ from jaxaudit.learners.rl.ppo import PPO, PPOSettings
 from jaxaudit.learners.rl.trpo import TRPO, TRPOSettings, fisher_product
 from jaxaudit.tasks.cartpole import CartPole
 
-SMALL = PLAIN | {"hidden": (16,)}
+SMALL = UNNORMALIZED_SETTINGS | {"hidden": (16,)}
 REWARDS = np.array([0.1, 0.5, 0.2], np.float32)
 
 
-class Bandit(Probe):
+class Bandit(ProbeTask):
     """A bandit with three arms: one observation, and episodes of one step."""
 
     action_low = action_high = None

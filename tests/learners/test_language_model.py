@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from places import EXPERIMENTS
+from directories import EXPERIMENTS
 
 import jaxaudit as ja
 from jaxaudit.analysis.run_reader import load as load_run

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from without_baseline import train_from_the_start
+from without_baseline import train_without_baseline
 
 import jaxaudit as ja
 from jaxaudit.core.batches import layout
@@ -55,7 +55,7 @@ def forked_at_step_0(learner, perturbations):
     """Returns the same for lanes that fork at step 0, where a neutral perturbation of another kind opens."""
     noise, rate = ja.weight_noise(0.0, onset=0, duration=1), ja.lr_spike(1.0, onset=0, duration=1)
     chains = [ja.chain(noise if p.name == "lr_spike" else rate, p) for p in perturbations]
-    return {k: v[0] for k, v in train_from_the_start(learner, chains, seeds=1, steps=STEPS).items()}
+    return {k: v[0] for k, v in train_without_baseline(learner, chains, seeds=1, steps=STEPS).items()}
 
 
 def perturbations_of(*names):

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from probes import PLAIN, Probe, train
-from without_baseline import train_from_the_start
+from probe_tasks import UNNORMALIZED_SETTINGS, ProbeTask, train
+from without_baseline import train_without_baseline
 
 import jaxaudit as ja
 from jaxaudit.core.taps import Taps
@@ -14,7 +14,7 @@ from jaxaudit.learners.rl.ppo import PPO, PPOSettings
 from jaxaudit.learners.rl.telemetry import evaluate_when_due
 from jaxaudit.learners.rl.trpo import TRPO, TRPOSettings
 
-SMALL = PLAIN | {"hidden": (16,)}
+SMALL = UNNORMALIZED_SETTINGS | {"hidden": (16,)}
 AGENTS = {
     "ppo": (PPO, PPOSettings(**SMALL, gamma=0.9, clip_value=False, anneal=False, entropy_coefficient=0.0)),
     "trpo": (TRPO, TRPOSettings(**SMALL, gamma=0.9)),
@@ -28,7 +28,7 @@ def trained(request):
     algorithm, settings = AGENTS[request.param]
 
     def lane(rewards_action, terminates):
-        probe = Probe(lambda a: jnp.where(rewards_action, -((a - 0.5) ** 2), 1.0), terminates)
+        probe = ProbeTask(lambda a: jnp.where(rewards_action, -((a - 0.5) ** 2), 1.0), terminates)
         agent = algorithm(probe, LIMIT, settings)
         state, telemetry = train(agent, 200)
         observation = jnp.ones(1)
@@ -63,17 +63,17 @@ def test_the_policy_finds_the_rewarded_action(trained):
 @pytest.mark.exhaustive
 def test_a_disturbed_reward_does_not_change_the_performance():
     settings = PPOSettings(**(SMALL | {"num_envs": 2, "epochs": 1}))
-    agent = PPO(Probe(lambda a: jnp.float32(1.0), False), 16, settings)
+    agent = PPO(ProbeTask(lambda a: jnp.float32(1.0), False), 16, settings)
     learner = ja.Learner(agent.init, agent.step, name="probe")
     scaled = ja.reward_scale(100.0, onset=0, duration="end")
-    telemetry = train_from_the_start(learner, [scaled], seeds=2, steps=6)
+    telemetry = train_without_baseline(learner, [scaled], seeds=2, steps=6)
     assert (telemetry["performance"] == 16.0).all()
     losses = telemetry["value_loss"]
     assert (losses[:, 1] > 100 * losses[:, 0]).all()
 
 
 def test_rewards_are_scaled_by_the_deviation_of_the_discounted_return():
-    agent = PPO(Probe(lambda a: a, True), 16, PPOSettings(**(SMALL | {"normalize_rewards": True, "gamma": 0.9})))
+    agent = PPO(ProbeTask(lambda a: a, True), 16, PPOSettings(**(SMALL | {"normalize_rewards": True, "gamma": 0.9})))
     rng = np.random.default_rng(0)
     rewards, done = rng.normal(2.0, 3.0, (2, 32, 4)), rng.random((2, 32, 4)) < 0.2
     state = jax.jit(agent.init)(jax.random.key(0))
@@ -103,7 +103,7 @@ class ErrorAsReward(Taps):
 def test_td_errors_in_a_sites_context_are_in_the_tasks_units():
     """The critic predicts 2 deviations of 50 for a return of 100, so that the temporal-difference error is small."""
     settings = PPOSettings(**(SMALL | {"normalize_rewards": True, "gamma": 0.99, "gae_lambda": 0.0}))
-    agent = PPO(Probe(lambda a: jnp.float32(1.0), False), 1000, settings)
+    agent = PPO(ProbeTask(lambda a: jnp.float32(1.0), False), 1000, settings)
     state = jax.jit(agent.init)(jax.random.key(0))
     critic = jax.tree.map(np.zeros_like, state.params["critic"])
     critic["Dense_1"]["bias"] += 2.0
@@ -117,7 +117,7 @@ def test_td_errors_in_a_sites_context_are_in_the_tasks_units():
 
 @pytest.mark.parametrize(("steps", "times"), [(29, 10), (489, 10), (7, 20), (10, 1), (12, 4)])
 def test_evaluations_are_evenly_spaced_and_end_with_the_last_step(steps, times):
-    probe = Probe(lambda a: a, True)
+    probe = ProbeTask(lambda a: a, True)
 
     def step(_, t):
         return None, evaluate_when_due(
@@ -139,7 +139,7 @@ def test_evaluations_are_evenly_spaced_and_end_with_the_last_step(steps, times):
 
 
 def test_a_pool_of_expensive_resets_is_renewed_every_iteration():
-    class ExpensiveReset(Probe):
+    class ExpensiveReset(ProbeTask):
         cheap_reset = False
 
         def reset(self, rng):

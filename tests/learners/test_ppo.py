@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from probes import PLAIN, Probe, train
+from probe_tasks import UNNORMALIZED_SETTINGS, ProbeTask, train
 from scipy import stats
 
 import jaxaudit as ja
@@ -14,21 +14,21 @@ from jaxaudit.core.taps import Taps
 from jaxaudit.learners.rl.on_policy import Moments, Samples
 from jaxaudit.learners.rl.ppo import PPO, PPOSettings
 
-SMALL = PLAIN | {"hidden": (16,)}
+SMALL = UNNORMALIZED_SETTINGS | {"hidden": (16,)}
 
 
 @pytest.mark.parametrize("coefficient", [0.08, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_the_entropy_bonus_gives_the_closed_form_standard_deviation(coefficient):
     """The maximum of E[-(a - 0.5)^2] + c log(std) is at std = sqrt(c / 2)."""
     settings = PPOSettings(**SMALL, entropy_coefficient=coefficient, normalize_advantages=False)
-    agent = PPO(Probe(lambda a: -((a - 0.5) ** 2), True), 16, settings)
+    agent = PPO(ProbeTask(lambda a: -((a - 0.5) ** 2), True), 16, settings)
     state, _ = jax.jit(lambda: train(agent, 300))()
     assert float(jnp.exp(state.params["log_std"][0])) == pytest.approx((coefficient / 2) ** 0.5, rel=0.1)
 
 
 def test_the_loss_equals_float64_numpy():
     rng = np.random.default_rng(1)
-    agent = PPO(Probe(lambda a: a, True), 16, PPOSettings())
+    agent = PPO(ProbeTask(lambda a: a, True), 16, PPOSettings())
     params = jax.jit(agent.init_params)(jax.random.key(0))
     n = 64
     batch = Samples(
@@ -127,7 +127,7 @@ def test_x_grad_is_of_minibatch_gradients_at_the_first_parameters():
     """It does not depend on the telemetry level, nor on how far the updates move the parameters."""
     settings = SMALL | {"minibatch_size": 16, "learning_rate": 0.3}
     agents = {
-        name: PPO(Probe(lambda a: a, True), 16, PPOSettings(**settings | {"telemetry": name}))
+        name: PPO(ProbeTask(lambda a: a, True), 16, PPOSettings(**settings | {"telemetry": name}))
         for name in ("basic", "full")
     }
     agent = agents["full"]

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from probes import PLAIN, Probe
-from without_baseline import train_from_the_start
+from probe_tasks import UNNORMALIZED_SETTINGS, ProbeTask
+from without_baseline import train_without_baseline
 
 import jaxaudit as ja
 from jaxaudit.core.perturbation import stateless
@@ -20,7 +20,7 @@ WIDTH, SAMPLES, DELTA, DAMPING = 5, 64, 0.01, 0.1
 OPEN = slice(4, 6)
 
 
-class Wide(Probe):
+class Wide(ProbeTask):
     """A task of which only the sizes matter: three observations and two actions."""
 
     action_low, action_high = np.full(2, -2.0, np.float32), np.full(2, 2.0, np.float32)
@@ -320,8 +320,10 @@ def test_a_vmapped_lane_equals_a_single_one_to_rounding(lanes, improve):
 @pytest.fixture(scope="module")
 def audited():
     """Returns telemetry by condition of an audit of TRPO: forks at step 0, windows over steps 4 and 5 of 7."""
-    settings = TRPOSettings(**(PLAIN | {"num_envs": 2, "telemetry": "full"}), hidden=(8,), critic_epochs=2)
-    probe = TRPO(Probe(lambda a: -((a - 0.5) ** 2), False), 16, settings)
+    settings = TRPOSettings(
+        **(UNNORMALIZED_SETTINGS | {"num_envs": 2, "telemetry": "full"}), hidden=(8,), critic_epochs=2
+    )
+    probe = TRPO(ProbeTask(lambda a: -((a - 0.5) ** 2), False), 16, settings)
     layers = ja.Channel.vector("layer", probe.layers)
     learner = ja.Learner(probe.init, probe.step, channels={"layer_gradient_norm": layers})
     when = {"onset": OPEN.start, "duration": OPEN.stop - OPEN.start}
@@ -336,7 +338,7 @@ def audited():
         "tight": ja.chain(rate, tight),
         "moments": ja.chain(rate, ja.momentum_noise(10.0, target="critic", **when)),
     }
-    telemetry = train_from_the_start(learner, list(conditions.values()), seeds=2, steps=7)
+    telemetry = train_without_baseline(learner, list(conditions.values()), seeds=2, steps=7)
     return {
         name: {channel: values[:, index] for channel, values in telemetry.items()}
         for index, name in enumerate(["control", *conditions])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from log_files import lines, scalar, tensor, write_events, written
+from log_files import json_lines, simple_scalar, tensor_scalar, write_events, write_file
 from test_log_kinds import PRINTED
 
 from jaxaudit.logs import read, structured
@@ -79,13 +79,13 @@ def test_only_quoted_or_ragged_tables_need_the_csv_module():
 @FUZZ
 @given(st.binary(max_size=200), NAMES)
 def test_arbitrary_bytes(tmp_path, data, name):
-    check_reading(written(tmp_path, data, name))
+    check_reading(write_file(tmp_path, data, name))
 
 
 @FUZZ
 @given(st.text(max_size=200), NAMES)
 def test_arbitrary_text(tmp_path, text, name):
-    check_reading(written(tmp_path, text.encode("utf-8", "replace"), name))
+    check_reading(write_file(tmp_path, text.encode("utf-8", "replace"), name))
 
 
 @FUZZ
@@ -95,7 +95,7 @@ def test_arbitrary_text(tmp_path, text, name):
     st.sampled_from(["\n", "\r\n"]),
 )
 def test_tables_of_arbitrary_cells(tmp_path, rows, delimiter, end):
-    check_reading(written(tmp_path, end.join(delimiter.join(row) for row in [["step", "a", "b"], *rows])))
+    check_reading(write_file(tmp_path, end.join(delimiter.join(row) for row in [["step", "a", "b"], *rows])))
 
 
 VALUES = st.recursive(
@@ -108,14 +108,14 @@ VALUES = st.recursive(
 @FUZZ
 @given(st.lists(st.dictionaries(st.sampled_from(["step", "a", "b", "c\n"]), st.integers(-3, 9) | VALUES), max_size=8))
 def test_json_lines_of_arbitrary_values(tmp_path, rows):
-    check_reading(written(tmp_path, lines(*rows), "a.jsonl"))
+    check_reading(write_file(tmp_path, json_lines(*rows), "a.jsonl"))
 
 
 @FUZZ
 @given(st.integers(0, 300), st.binary(min_size=1, max_size=9))
 def test_damaged_event_files(tmp_path_factory, position, damage):
     folder = tmp_path_factory.mktemp("damaged")
-    path = write_events(folder, [(k, [scalar("a", k), tensor("b", np.float32(k))]) for k in range(4)])
+    path = write_events(folder, [(k, [simple_scalar("a", k), tensor_scalar("b", np.float32(k))]) for k in range(4)])
     data = path.read_bytes()
     path.write_bytes(data[:position] + damage + data[position + len(damage) :])
     check_reading(path)
@@ -172,7 +172,7 @@ def logs_of_all_formats() -> list[tuple[str, bytes]]:
         ("a.csv", table),
         ("a.csv", tidy),
         ("a.csv", wide),
-        ("a.jsonl", lines(*rows)),
+        ("a.jsonl", json_lines(*rows)),
         ("a.json", json.dumps(rows)),
     ]
     examples += [("a.json", json.dumps({"log_history": rows})), ("a.json", json.dumps({"loss": [1, 2], "x": [3, 4]}))]
@@ -185,7 +185,7 @@ def test_mutated_logs_of_all_formats(tmp_path, count):
     random, examples = np.random.default_rng(count), logs_of_all_formats()
     for number in range(count):
         name, data = examples[number % len(examples)]
-        check_reading(written(tmp_path, mutated(data, random), name))
+        check_reading(write_file(tmp_path, mutated(data, random), name))
 
 
 @pytest.mark.parametrize(
@@ -193,5 +193,5 @@ def test_mutated_logs_of_all_formats(tmp_path, count):
 )
 def test_long_lines_are_read_in_linear_time(tmp_path, line):
     start = time.perf_counter()
-    check_reading(written(tmp_path, f"step 0: loss 1\n{line}\nstep 1: loss 2\n", "a.log"))
+    check_reading(write_file(tmp_path, f"step 0: loss 1\n{line}\nstep 1: loss 2\n", "a.log"))
     assert time.perf_counter() - start < 10

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from log_files import lines, refusal, written
+from log_files import json_lines, user_error, write_file
 
 from jaxaudit import logs
 from jaxaudit.cli.main import main
@@ -15,7 +15,7 @@ from jaxaudit.logs.printed import find_dict
 
 def series(folder, text, name="a.log", step=None):
     """Returns, for each run's latest attempt, the steps and values by channel."""
-    log = logs.read(written(folder, text, name), step)
+    log = logs.read(write_file(folder, text, name), step)
     return [
         {name: (channel.steps.tolist(), channel.values.tolist()) for name, channel in run.latest.series.items()}
         for run in log.runs
@@ -183,14 +183,14 @@ def test_printed_logs_of_common_trainers(tmp_path, name, colour):
     ],
 )
 def test_text_without_metrics_is_refused(tmp_path, text):
-    assert "no rows of metrics are recognised" in refusal(logs.read, written(tmp_path, text, "a.log"))
+    assert "no rows of metrics are recognised" in user_error(logs.read, write_file(tmp_path, text, "a.log"))
     assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize("line", ["step 1: loss: {}..", "step 1: loss=[{}x", "Epoch 1\nloss: {}.."])
 def test_long_digit_sequences_are_read_in_linear_time(tmp_path, line):
     start = time.perf_counter()
-    assert "recognised" in refusal(logs.read, written(tmp_path, line.format("1" * 20000) + "\n", "a.log"))
+    assert "recognised" in user_error(logs.read, write_file(tmp_path, line.format("1" * 20000) + "\n", "a.log"))
     assert time.perf_counter() - start < 10
 
 
@@ -217,9 +217,9 @@ def test_training_histories_in_json(tmp_path):
         for indent in (None, 1):
             result = series(tmp_path, json.dumps(document, indent=indent), "a.json")
             assert result == [{"loss": ([0, 10], [1, 0.5])}]
-    assert "lists of different lengths" in refusal(series, tmp_path, json.dumps({"a": [1], "b": [1, 2]}), "a.json")
+    assert "lists of different lengths" in user_error(series, tmp_path, json.dumps({"a": [1], "b": [1, 2]}), "a.json")
     deep = {"env": {"task": {"ippo": {"seed_0": {"step_count": 0}}}}}
-    assert "is one JSON object" in refusal(series, tmp_path, json.dumps(deep), "a.json")
+    assert "is one JSON object" in user_error(series, tmp_path, json.dumps(deep), "a.json")
 
 
 def test_a_metrics_folder_of_mlflow(tmp_path):
@@ -227,7 +227,7 @@ def test_a_metrics_folder_of_mlflow(tmp_path):
     (metrics / "val").mkdir(parents=True)
     (metrics / "loss").write_text("1700 3.5 0\n1701 nan 1\n")
     (metrics / "val" / "loss").write_text("1700 2.5 1\n")
-    (metrics / "link").symlink_to(written(tmp_path, "1 2 3\n", "elsewhere"))
+    (metrics / "link").symlink_to(write_file(tmp_path, "1 2 3\n", "elsewhere"))
     for source in (tmp_path / "run", metrics):
         (run,) = logs.read(source).runs
         assert {name: channel.steps.tolist() for name, channel in run.latest.series.items()} == {
@@ -235,20 +235,20 @@ def test_a_metrics_folder_of_mlflow(tmp_path):
             "val/loss": [1],
         }
     (metrics / "loss").write_text("3.5 0\n")
-    assert "is not a time, a value and a step" in refusal(logs.read, metrics)
+    assert "is not a time, a value and a step" in user_error(logs.read, metrics)
 
 
 def test_null_means_nan_only_in_files_of_verl(tmp_path):
-    verl = lines({"step": 1, "data": {"a": 1.0, "b": None}}, {"step": 2, "data": {"a": None, "b": 2.0}})
+    verl = json_lines({"step": 1, "data": {"a": 1.0, "b": None}}, {"step": 2, "data": {"a": None, "b": 2.0}})
     np.testing.assert_equal(
         series(tmp_path, verl, "a.jsonl"), [{"a": ([1, 2], [1, math.nan]), "b": ([1, 2], [math.nan, 2])}]
     )
-    other = lines({"step": 1, "a": 1.0, "b": None}, {"step": 2, "a": None, "b": 2.0})
+    other = json_lines({"step": 1, "a": 1.0, "b": None}, {"step": 2, "a": None, "b": 2.0})
     assert series(tmp_path, other, "a.jsonl") == [{"a": ([1], [1]), "b": ([2], [2])}]
 
 
 def test_a_header_may_be_a_comment_and_may_be_repeated(tmp_path):
-    log = logs.read(written(tmp_path, "# step,loss\n0,1\n1,2\n# step,loss\n2,3\n"))
+    log = logs.read(write_file(tmp_path, "# step,loss\n0,1\n1,2\n# step,loss\n2,3\n"))
     assert log.runs[0].latest.series["loss"].values.tolist() == [1, 2, 3]
     assert log.notes == ("line 4 repeats the header, as after a run was resumed",)
 
@@ -258,7 +258,7 @@ def test_a_header_may_be_a_comment_and_may_be_repeated(tmp_path):
     ["current_steps", "training_iteration", "timesteps_total", "total timesteps", "rollout/step", "train/global_step"],
 )
 def test_step_columns_of_other_frameworks(tmp_path, name):
-    log = logs.read(written(tmp_path, lines({name: 5, "x": 1}, {name: 10, "x": 2}), "a.jsonl"))
+    log = logs.read(write_file(tmp_path, json_lines({name: 5, "x": 1}, {name: 10, "x": 2}), "a.jsonl"))
     assert (log.step, log.runs[0].latest.steps.tolist()) == (name, [5, 10])
 
 
@@ -268,16 +268,16 @@ def test_other_step_columns_take_precedence_over_epochs(tmp_path):
         [{"epoch": k // 4, "trainer/global_step": 10 * k, "loss": k} for k in range(8)],
         [{"epoch": 1, "update": k / 10, "loss": f"{k}.5", "num_updates": f"{10 * k}"} for k in range(8)],
     ):
-        log = logs.read(written(tmp_path, lines(*rows), "a.jsonl"))
+        log = logs.read(write_file(tmp_path, json_lines(*rows), "a.jsonl"))
         assert log.runs[0].latest.series["loss"].steps.tolist() == [10 * k for k in range(8)]
 
 
 def test_rows_without_the_requested_step_are_left_out(tmp_path):
     # As in histories of W&B, where the rows of a trainer and those of its rollouts have separate steps.
     table = "_step,train/step,train/loss,reward\n0,,,1\n1,0,0.5,\n2,,,2\n3,1,1.5,\n"
-    null = lines(*({"_step": k, "train/step": k // 2 if k % 2 else None, "train/loss": k / 2} for k in range(4)))
+    null = json_lines(*({"_step": k, "train/step": k // 2 if k % 2 else None, "train/loss": k / 2} for k in range(4)))
     for text, name in ((table, "a.csv"), (null, "a.jsonl")):
-        log = logs.read(written(tmp_path, text, name), "train/step")
+        log = logs.read(write_file(tmp_path, text, name), "train/step")
         assert log.runs[0].latest.series["train/loss"].steps.tolist() == [0, 1]
         assert str(log.left_out[0]).startswith("left out because they have no 'train/step': 2 of 4")
 
@@ -285,9 +285,9 @@ def test_rows_without_the_requested_step_are_left_out(tmp_path):
 def test_repeated_values_are_noted_only_if_they_differ(tmp_path):
     # The event files of Lightning and transformers repeat the epoch with each of two groups of metrics.
     rows = [{"step": k, **row} for k in range(5) for row in ({"val": k, "epoch": 0}, {"epoch": 0}, {"epoch": 0})]
-    assert logs.read(written(tmp_path, lines(*rows), "a.jsonl")).notes == ()
+    assert logs.read(write_file(tmp_path, json_lines(*rows), "a.jsonl")).notes == ()
     rows[-1]["epoch"] = 1
-    assert logs.read(written(tmp_path, lines(*rows), "a.jsonl")).notes == (
+    assert logs.read(write_file(tmp_path, json_lines(*rows), "a.jsonl")).notes == (
         "step 4 occurs more than once with different values; the last value is used",
     )
 
@@ -298,12 +298,15 @@ def test_missing_steps_are_noted_only_if_the_spacing_is_regular(tmp_path):
         (3, 40, 52, 111, 130, 131, 190): (),
     }
     for steps, expected in notes.items():
-        assert logs.read(written(tmp_path, lines(*({"step": k, "ret": 1} for k in steps)), "a.jsonl")).notes == expected
+        assert (
+            logs.read(write_file(tmp_path, json_lines(*({"step": k, "ret": 1} for k in steps)), "a.jsonl")).notes
+            == expected
+        )
 
 
 def test_steps_may_be_given_with_their_maximum(tmp_path):
     log = logs.read(
-        written(tmp_path, lines(*({"global_step/max_steps": f"{k}/300", "x": 1} for k in (5, 10))), "a.jsonl")
+        write_file(tmp_path, json_lines(*({"global_step/max_steps": f"{k}/300", "x": 1} for k in (5, 10))), "a.jsonl")
     )
     assert log.runs[0].latest.steps.tolist() == [5, 10]
 
@@ -319,11 +322,11 @@ def test_words_in_a_numeric_column_are_non_finite_values(tmp_path, word):
     quoted = f'"{word}"'
     texts = {
         "a.csv": f"step,loss,x\n0,1,1\n1,2,1\n2,{quoted},1\n3,3,1\n",
-        "a.jsonl": lines(*({"step": k, "loss": word if k == 2 else k, "x": 1} for k in range(4))),
+        "a.jsonl": json_lines(*({"step": k, "loss": word if k == 2 else k, "x": 1} for k in range(4))),
         "a.json": json.dumps([{"step": k, "loss": word if k == 2 else k, "x": 1} for k in range(4)]),
     }
     for name, text in texts.items():
-        log = logs.read(written(tmp_path, text, name))
+        log = logs.read(write_file(tmp_path, text, name))
         loss = log.runs[0].latest.series["loss"]
         assert (loss.steps.tolist(), np.isfinite(loss.values).tolist()) == ([0, 1, 2, 3], [True, True, False, True])
         unrecognised = word in ("OVERFLOW", "1,234.5", "No Log")
@@ -332,7 +335,7 @@ def test_words_in_a_numeric_column_are_non_finite_values(tmp_path, word):
 
 @pytest.mark.parametrize("cell", ["", " ", "None", "null", "n/a"])
 def test_blank_cells_are_missing_values(tmp_path, cell):
-    log = logs.read(written(tmp_path, f"step,loss,x\n0,1,1\n1,{cell},1\n2,3,1\n"))
+    log = logs.read(write_file(tmp_path, f"step,loss,x\n0,1,1\n1,{cell},1\n2,3,1\n"))
     assert log.runs[0].latest.series["loss"].steps.tolist() == [0, 2]
 
 
@@ -343,28 +346,28 @@ def test_runs_in_one_file_are_separated_by_a_column(tmp_path):
     rows = [{"step": k, "seed": seed, "reward": 10 * seed + k} for seed in (1, 2) for k in range(3)]
     table = "step,seed,reward\n" + joined(f"{r['step']},{r['seed']},{r['reward']}" for r in rows)
     shuffled = [rows[i] for i in (0, 3, 1, 4, 2, 5)]
-    for text, name in ((table, "a.csv"), (lines(*rows), "a.jsonl"), (lines(*shuffled), "b.jsonl")):
-        log = logs.read(written(tmp_path, text, name))
+    for text, name in ((table, "a.csv"), (json_lines(*rows), "a.jsonl"), (json_lines(*shuffled), "b.jsonl")):
+        log = logs.read(write_file(tmp_path, text, name))
         assert [run.name for run in log.runs] == [f"{tmp_path / name} (seed {seed})" for seed in (1, 2)]
         assert [run.latest.series["reward"].values.tolist() for run in log.runs] == [[10, 11, 12], [20, 21, 22]]
     named = "exp_name,seed,global_step,ret\n" + joined(
         f"{n},{s},{k},{k}" for n in "ab" for s in (1, 2) for k in range(3)
     )
-    assert len(logs.read(written(tmp_path, named)).runs) == 4
+    assert len(logs.read(write_file(tmp_path, named)).runs) == 4
 
 
 def test_a_column_that_differs_in_each_row_separates_no_runs(tmp_path):
-    log = logs.read(written(tmp_path, "step,seed,loss\n" + joined(f"{k},{k + 7},{k}" for k in range(6))))
+    log = logs.read(write_file(tmp_path, "step,seed,loss\n" + joined(f"{k},{k + 7},{k}" for k in range(6))))
     assert len(log.runs) == 1
 
 
 def test_steps_from_the_start_are_runs_and_steps_back_are_attempts(tmp_path):
     restarting = [{"step": k, "loss": run} for run in range(3) for k in range(5)]
-    log = logs.read(written(tmp_path, lines(*restarting), "a.jsonl"))
+    log = logs.read(write_file(tmp_path, json_lines(*restarting), "a.jsonl"))
     assert [run.name for run in log.runs] == [f"{tmp_path / 'a.jsonl'} (run {n} of 3)" for n in (1, 2, 3)]
     assert [run.latest.series["loss"].values.tolist() for run in log.runs] == [[n] * 5 for n in range(3)]
     returning = [{"step": k, "loss": 0} for k in range(6)] + [{"step": k, "loss": 1} for k in range(3, 8)]
-    (run,) = logs.read(written(tmp_path, lines(*returning), "a.jsonl")).runs
+    (run,) = logs.read(write_file(tmp_path, json_lines(*returning), "a.jsonl")).runs
     first, second = run.attempts
     assert (first.begins, first.series["loss"].values.tolist()) == (0, [0] * 6)
     assert (second.begins, second.series["loss"].steps.tolist()) == (3, list(range(8)))
@@ -377,7 +380,7 @@ def test_tidy_tables_with_a_line_for_each_metric(tmp_path):
     for field, value in (("field", "value"), ("metric", "value"), ("Tag", "Value")):
         text = f"{field},{value},step\n" + joined(f"{n},{v},{s}" for n, v, s in rows)
         assert series(tmp_path, text, "a.csv") == expected
-    assert series(tmp_path, lines(*({"key": n, "value": v, "step": s} for n, v, s in rows)), "a.jsonl") == expected
+    assert series(tmp_path, json_lines(*({"key": n, "value": v, "step": s} for n, v, s in rows)), "a.jsonl") == expected
     seeds = "seed,field,value,step\n" + joined(f"{seed},{n},{v + seed},{s}" for seed in (1, 2) for n, v, s in rows)
     assert [run["a"][1] for run in series(tmp_path, seeds, "a.csv")] == [[1, 2, 3], [2, 3, 4]]
 
@@ -385,7 +388,7 @@ def test_tidy_tables_with_a_line_for_each_metric(tmp_path):
 def test_wide_tables_exported_by_wandb(tmp_path):
     names = ["Step", *(f"run-{r} - loss{end}" for r in (1, 2) for end in ("", "__MIN", "__MAX"))]
     rows = ["0,1.0,0.9,1.1,,,", "1,0.5,0.4,0.6,2.0,2.0,2.0"]
-    log = logs.read(written(tmp_path, joined([",".join(f'"{n}"' for n in names), *rows])))
+    log = logs.read(write_file(tmp_path, joined([",".join(f'"{n}"' for n in names), *rows])))
     assert [run.name.rpartition(" (")[2] for run in log.runs] == ["run-1)", "run-2)"]
     assert [run.latest.series["loss"].steps.tolist() for run in log.runs] == [[0, 1], [1]]
     assert "__MIN" in str(log.left_out[0])
@@ -395,7 +398,7 @@ def test_wide_tables_exported_by_wandb(tmp_path):
 
 
 def test_the_read_command_summarizes_a_log(tmp_path, capsys):
-    path = written(tmp_path, "step,loss,host\n0,1,a\n1,nan,a\n0,2,b\n1,3,b\n2,oops,b\n")
+    path = write_file(tmp_path, "step,loss,host\n0,1,a\n1,nan,a\n0,2,b\n1,3,b\n2,oops,b\n")
     assert main(["read", str(path)]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == f"{path}: separated values, steps are 'step'"

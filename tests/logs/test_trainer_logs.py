@@ -17,8 +17,8 @@ import tarfile
 import numpy as np
 import pandas as pd
 import pytest
-from log_files import lines, log_of, read, refusal, written
-from places import DATA
+from directories import DATA
+from log_files import json_lines, read_log_text, read_table, user_error, write_file
 
 from jaxaudit.cli.main import main
 
@@ -38,7 +38,7 @@ def trl(tmp_path_factory):
 
 
 def test_the_state_stored_with_a_checkpoint_equals_the_log(trl):
-    checkpoint, logged = (read(trl / "clean-0" / name) for name in ("trainer_state.json", "log.jsonl"))
+    checkpoint, logged = (read_table(trl / "clean-0" / name) for name in ("trainer_state.json", "log.jsonl"))
     np.testing.assert_array_equal(checkpoint.steps, np.arange(1, 31))
     assert set(checkpoint.channels) >= {*LEARNED, "learning_rate", "num_tokens", "epoch", "rewards/says_yes/mean"}
     assert checkpoint.notes == logged.notes == (), (
@@ -79,7 +79,7 @@ def test_json_documents_are_read_with_any_indentation(tmp_path, indent):
     rows = [{"step": k, "loss": 0.5 * k, "nested": {"a": k}} for k in range(4)]
     rows[2]["loss"] = math.nan
     for name, document in (("trainer_state.json", {"epoch": 1.0, "log_history": rows}), ("rows.json", rows)):
-        log = log_of(tmp_path, json.dumps(document, indent=indent), name)
+        log = read_log_text(tmp_path, json.dumps(document, indent=indent), name)
         assert log.channels == ("loss", "nested/a")
         np.testing.assert_array_equal(log.values, [[0, 0], [0.5, 1], [math.nan, 2], [1.5, 3]])
 
@@ -103,8 +103,8 @@ def test_json_documents_are_read_with_any_indentation(tmp_path, indent):
     ],
 )
 def test_documents_without_metrics_are_refused_in_one_sentence(tmp_path, text, sentence):
-    path = written(tmp_path, text, "trainer_state.json")
-    assert refusal(read, path) == sentence.format(path)
+    path = write_file(tmp_path, text, "trainer_state.json")
+    assert user_error(read_table, path) == sentence.format(path)
 
 
 # verl
@@ -179,7 +179,7 @@ def assert_metrics(log):
 
 def test_the_log_file_of_verl(tmp_path):
     text = "".join(file_line(metrics(step), step) for step in STEPS)
-    assert_metrics(log_of(tmp_path, text, "experiment.jsonl"))
+    assert_metrics(read_log_text(tmp_path, text, "experiment.jsonl"))
 
 
 @pytest.mark.parametrize("name", ["run.log", "stdout.txt", "nohup"])
@@ -187,20 +187,22 @@ def test_the_log_file_of_verl(tmp_path):
 def test_the_console_output_of_verl(tmp_path, name, with_noise):
     text = console_output(with_noise)
     assert ":np.float64(" in text
-    assert_metrics(log_of(tmp_path, text, name))
+    assert_metrics(read_log_text(tmp_path, text, name))
 
 
 def test_incomplete_console_output_of_verl(tmp_path):
     complete = console_output(True)
     cut = complete[: complete.rindex("val-core")]  # the last step's line, without its last value
-    log = log_of(tmp_path, cut[: cut.rindex(":")], "run.log")
+    log = read_log_text(tmp_path, cut[: cut.rindex(":")], "run.log")
     np.testing.assert_array_equal(log.steps, STEPS[:-1])
     assert log.notes == ("the last line has no line end, as if it were still being written, and is left out",)
-    path = written(tmp_path, "step:1 - actor/lr:0.1 - actor/ent", "begun.log")
-    assert refusal(read, path) == f"{path} has no complete line"
+    path = write_file(tmp_path, "step:1 - actor/lr:0.1 - actor/ent", "begun.log")
+    assert user_error(read_table, path) == f"{path} has no complete line"
 
 
 def test_step_in_a_header_or_text_does_not_change_the_format(tmp_path):
-    log = log_of(tmp_path, "step,loss,step:1 of\n0,1,2\n1,2,3\n", "a.txt")
+    log = read_log_text(tmp_path, "step,loss,step:1 of\n0,1,2\n1,2,3\n", "a.txt")
     assert log.channels == ("loss", "step:1 of")
-    assert log_of(tmp_path, lines({"step": 1, "note": "step:3 - a:1", "loss": 2}), "b").channels == ("loss",)
+    assert read_log_text(tmp_path, json_lines({"step": 1, "note": "step:3 - a:1", "loss": 2}), "b").channels == (
+        "loss",
+    )

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from directories import DATA, EXPERIMENTS
 from fusion_emitters import emitters
-from places import DATA, EXPERIMENTS
 
 import jaxaudit as ja
 from jaxaudit.kernels.attention import attention_entropy

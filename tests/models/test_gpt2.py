@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from places import DATA, EXPERIMENTS
+from directories import DATA, EXPERIMENTS
 from safetensors.numpy import load_file, save_file
 
 from jaxaudit.kernels.attention import attention_entropy

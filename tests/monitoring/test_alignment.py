@@ -5,7 +5,7 @@ Non-finite values and channels that fall silent raise alarms without any score.
 
 import numpy as np
 import pytest
-from log_files import made, refusal
+from log_files import make_attempt, user_error
 
 from jaxaudit.logs import Attempt, Series
 from jaxaudit.monitoring import alignment
@@ -28,7 +28,7 @@ def noise(seed, count=50):
 def test_constants_clocks_and_schedules_are_left_out():
     steps = np.arange(50)
     clean = [
-        made(f"{i}", steps, loss=noise(i), seed=i, rate=1 / (1 + steps), seconds=steps * (1.1 + i), pid=7 + i)
+        make_attempt(f"{i}", steps, loss=noise(i), seed=i, rate=1 / (1 + steps), seconds=steps * (1.1 + i), pid=7 + i)
         for i in range(3)
     ]
     channels, notes = alignment.select_channels(clean, None)
@@ -39,14 +39,14 @@ def test_constants_clocks_and_schedules_are_left_out():
         "left out, the same function of the step in all runs, like a schedule: rate",
     ]
     assert alignment.select_channels(clean, ["rate", "loss", "rate"]) == (["rate", "loss"], [])
-    assert "0 has no channel 'los' (did you mean 'loss'?)" in refusal(alignment.select_channels, clean, ["los"])
+    assert "0 has no channel 'los' (did you mean 'loss'?)" in user_error(alignment.select_channels, clean, ["los"])
 
 
 def test_rising_channels_are_clocks_by_name_or_if_equal_in_all_runs():
     """A reward, or a distance from a reference, is telemetry even if it rises in every clean run."""
     t = np.arange(1, 9)
     clean = [
-        made(
+        make_attempt(
             str(i),
             t,
             **{"kl": t * (1 + 0.2 * i), "eval/reward": t + noise(i, 8) / 9, "num_tokens": t * (90 + 20 * i)},
@@ -73,7 +73,7 @@ def test_channels_of_machine_speed_are_left_out():
     speeds += ["timing_s/gen", "eval_runtime", "throughput", "time per iteration", "iteration_time"]
     learning = ["loss", "time_penalty_reward", "steps_per_episode", "eval/return", "step_size", "rewards/s"]
     clean = [
-        made(str(i), range(9), **{name: noise(7 * i + k, 9) for k, name in enumerate(speeds + learning)})
+        make_attempt(str(i), range(9), **{name: noise(7 * i + k, 9) for k, name in enumerate(speeds + learning)})
         for i in range(3)
     ]
     channels, notes = alignment.select_channels(clean, None)
@@ -83,21 +83,24 @@ def test_channels_of_machine_speed_are_left_out():
 
 
 def test_channels_missing_in_some_clean_runs_are_noted():
-    clean = [made("a", range(9), loss=noise(0, 9), kl=noise(1, 9)), made("b", range(9), loss=noise(2, 9))]
+    clean = [
+        make_attempt("a", range(9), loss=noise(0, 9), kl=noise(1, 9)),
+        make_attempt("b", range(9), loss=noise(2, 9)),
+    ]
     assert alignment.select_channels(clean, None) == (["loss"], ["not read, not in all clean runs: kl"])
-    assert refusal(alignment.select_channels, [made("a", range(9), x=1), made("b", range(9), y=1)], None) == (
-        "no channel is in all clean runs: a has x; b has y"
-    )
+    assert user_error(
+        alignment.select_channels, [make_attempt("a", range(9), x=1), make_attempt("b", range(9), y=1)], None
+    ) == ("no channel is in all clean runs: a has x; b has y")
 
 
 def test_changes_of_channels_constant_in_clean_runs_are_noted():
-    clean = [made(str(i), range(9), loss=noise(i, 9), failures=0, seed=i) for i in range(3)]
-    new = [made("new", range(9), loss=noise(5, 9), failures=[0, 0, 0, 2, 2, 0, 0, 0, 0], seed=7), clean[0]]
+    clean = [make_attempt(str(i), range(9), loss=noise(i, 9), failures=0, seed=i) for i in range(3)]
+    new = [make_attempt("new", range(9), loss=noise(5, 9), failures=[0, 0, 0, 2, 2, 0, 0, 0, 0], seed=7), clean[0]]
     assert alignment.changed_constants(new, clean) == ["new: failures is 2 at step 3, and 0 in every clean run"]
 
 
 def test_short_clean_runs_are_left_out():
-    clean = [made(name, range(count), loss=1) for name, count in (("a", 100), ("b", 101), ("c", 60))]
+    clean = [make_attempt(name, range(count), loss=1) for name, count in (("a", 100), ("b", 101), ("c", 60))]
     kept, notes = alignment.drop_short_runs(clean)
     assert [run.name for run in kept] == ["a", "b"]
     assert notes == ["c: left out, shorter than 90% of the clean runs' median length"]
@@ -130,7 +133,7 @@ def test_runs_with_irregular_steps_are_averaged_over_spans():
 
 
 def test_long_runs_are_averaged_over_spans():
-    clean = [made(str(i), range(2500), x=np.arange(2500) % 3) for i in range(2)]
+    clean = [make_attempt(str(i), range(2500), x=np.arange(2500) % 3) for i in range(2)]
     grid = alignment.common_grid(clean, ["x"])
     assert (len(grid.steps), grid.steps[0], grid.steps[-1]) == (834, 2, 2499)
     np.testing.assert_allclose(grid.average(clean[0].series("x"))[:-1], 1)
@@ -139,9 +142,11 @@ def test_long_runs_are_averaged_over_spans():
 def test_the_first_non_finite_value_has_its_step_and_channels():
     loss, norm = np.ones(20), np.ones(20)
     loss[[12, 13]], norm[12], norm[15] = np.nan, np.inf, np.nan
-    run = made("a", range(0, 200, 10), loss=loss, norm=norm)
+    run = make_attempt("a", range(0, 200, 10), loss=loss, norm=norm)
     assert alignment.first_non_finite(run, ["loss", "norm"], {}) == (120, {"loss": "NaN", "norm": "infinite"})
-    tolerated = alignment.tolerated_non_finite([made("b", range(3), norm=[1, np.inf, 1], loss=1)], ["loss", "norm"])
+    tolerated = alignment.tolerated_non_finite(
+        [make_attempt("b", range(3), norm=[1, np.inf, 1], loss=1)], ["loss", "norm"]
+    )
     assert tolerated == {"norm": frozenset({"infinite"})}
     assert alignment.first_non_finite(run, ["loss", "norm"], tolerated) == (120, {"loss": "NaN"})
     assert alignment.first_non_finite(run, ["norm"], tolerated) == (150, {"norm": "NaN"})
@@ -186,8 +191,8 @@ def test_a_channel_is_silent_if_only_others_continue():
     ],
 )
 def test_the_cadence_of_a_new_run_is_compared_with_clean_runs(steps, expected):
-    clean = [made(str(i), range(0, 100, 10), x=1) for i in range(3)]
-    result = alignment.ChannelCadence.of_runs(clean, "x").compare(made("new", steps, x=1).series("x"))
+    clean = [make_attempt(str(i), range(0, 100, 10), x=1) for i in range(3)]
+    result = alignment.ChannelCadence.of_runs(clean, "x").compare(make_attempt("new", steps, x=1).series("x"))
     assert (result.tolist() if isinstance(result, np.ndarray) else result) == expected
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import xarray as xr
 from noisy import noisy_descent
-from small_runs import arrays, assert_same, kill_through
+from small_runs import assert_runs_equal, run_through_kills, stored_arrays
 
 import jaxaudit as ja
 from jaxaudit.analysis.metrics import MetricSettings
@@ -330,7 +330,7 @@ def test_a_plan_is_reused_with_the_monitor_in_another_file(server, finished_run,
     (tmp_path / "spec.toml").write_text(SPEC)
     process = server("run", tmp_path / "spec.toml", "-o", tmp_path / "again", "--plan", finished_run)
     assert process.code == 0, process.err
-    assert_same(tmp_path / "again", finished_run)
+    assert_runs_equal(tmp_path / "again", finished_run)
 
 
 @pytest.mark.exhaustive
@@ -341,7 +341,7 @@ def test_a_monitored_run_is_replayed_and_forked_from_its_folder(server, finished
     (tmp_path / "spec.toml").write_text(SPEC.replace("fitted.npz", "moved/monitor.npz"))
     process = server("fork", tmp_path / "moved", tmp_path / "spec.toml", "-o", tmp_path / "fork")
     assert process.code == 0, process.err
-    forked, original = arrays(tmp_path / "fork"), arrays(finished_run)
+    forked, original = stored_arrays(tmp_path / "fork"), stored_arrays(finished_run)
     assert [name for name in original if not name.startswith("chunk") and forked[name] != original[name]] == []
     assert (tmp_path / "fork" / "monitor.npz").read_bytes() == (finished_run / "monitor.npz").read_bytes()
 
@@ -349,9 +349,9 @@ def test_a_monitored_run_is_replayed_and_forked_from_its_folder(server, finished
 @pytest.mark.exhaustive
 def test_a_killed_monitored_run_resumes_bitwise(server, finished_run, tmp_path):
     shutil.copy(finished_run / "monitor.npz", tmp_path / "fitted.npz")
-    folder, kills = kill_through(server, tmp_path, SPEC, CHUNKS, kills=3)
+    folder, kills = run_through_kills(server, tmp_path, SPEC, CHUNKS, kills=3)
     assert len(kills) >= 2
-    assert_same(folder, finished_run)
+    assert_runs_equal(folder, finished_run)
 
 
 @pytest.mark.exhaustive

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import xarray as xr
 from planted import System
-from worker_runs import Calls
+from worker_runs import InProcessBackend
 
 from jaxaudit.monitoring import detect
 from jaxaudit.monitoring.charts import Chart
@@ -128,15 +128,15 @@ def without_private_channel(lanes):
 
 @pytest.mark.exhaustive
 def test_workers_write_the_same_files_as_one_process(learners, tmp_path, monkeypatch):
-    backend, messages = Calls(), []
+    backend, messages = InProcessBackend(), []
     compared = [without_private_channel(lanes) for lanes in learners[:2]]
     monkeypatch.setattr(detect, "load_lanes", lambda runs, channels: compared)
-    monkeypatch.setattr(detect, "open_backend", backend.opened)
+    monkeypatch.setattr(detect, "open_backend", backend.open_backend)
     from_workers = detect.detect(
         [tmp_path], tmp_path / "theirs", DETECTOR, SETTINGS, None, Workers("local"), messages.append
     )
     from_process = detect.detect([tmp_path], tmp_path / "ours", DETECTOR, SETTINGS, say=lambda _: None)
-    assert [arguments["number"] for _, arguments in backend.made] == [0, 1]
+    assert [arguments["number"] for _, arguments in backend.submitted] == [0, 1]
     assert messages[:2] == ["a: 48 clean and 16 disturbed lanes", "b: 48 clean and 16 disturbed lanes"]
     assert [path.name for path in from_workers] == [path.name for path in from_process]
     files, expected = (

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pandas as pd
 import pytest
-from places import DATA
+from directories import DATA
 from planted import ONSET, SIZES, System
 
 from jaxaudit.monitoring import ensemble

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
-from log_files import lines, refusal, written
+from log_files import json_lines, user_error, write_file
 
 from jaxaudit.monitoring.monitor_logs import Options, monitor_logs
 
@@ -36,7 +36,7 @@ def rows(seed, steps=range(STEPS), **changes):
 
 
 def log(folder, name, entries):
-    return written(folder, lines(*entries), f"{name}.jsonl")
+    return write_file(folder, json_lines(*entries), f"{name}.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_with_under_four_clean_runs_only_certain_alarms_are_raised(clean, tmp_pa
         assert verdicts["clean5.jsonl"] == "no alarm"
         assert any("too few to fit a monitor to, which takes 4" in note for note in notes)
         assert json.loads((tmp_path / f"out{count}" / "monitored.json").read_text())["alpha"] is None
-    assert "two earlier runs or more, not 1" in refusal(monitor_output, tmp_path / "out1", [broken], clean[:1])
+    assert "two earlier runs or more, not 1" in user_error(monitor_output, tmp_path / "out1", [broken], clean[:1])
 
 
 def test_every_attempt_has_a_verdict(clean, tmp_path):
@@ -172,7 +172,7 @@ def test_a_broken_calibration_run_counts_as_a_run_with_an_alarm(clean, tmp_path)
     assert any("norm is NaN at step 200, so it counts as a run with an alarm" in note for note in notes)
     for index in order[:5]:
         mixed[index] = broken[index]
-    assert "leave out" in refusal(lambda: monitor_output(tmp_path / "five", new, mixed, alpha=0.2))
+    assert "leave out" in user_error(lambda: monitor_output(tmp_path / "five", new, mixed, alpha=0.2))
     mixed = list(clean)
     mixed[order[-1]] = broken[order[-1]]
     verdicts, notes = monitor_output(tmp_path / "fitted", [*new, broken[0]], mixed)

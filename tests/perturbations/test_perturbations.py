@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from scipy import stats
-from without_baseline import train_from_the_start
+from without_baseline import train_without_baseline
 
 import jaxaudit as ja
 from jaxaudit.core.sites import find_sites
@@ -448,7 +448,7 @@ def test_taps_have_different_randomness_at_every_call_step_and_seed():
 
     learner = ja.Learner(lambda key: jnp.float32(0.0), step)
     chained = ja.chain(ja.reward_noise(1.0, onset=0), ja.reward_noise(1.0, onset=0))
-    data = train_from_the_start(learner, [ja.reward_noise(1.0, onset=0), chained], seeds=3, steps=4)["draws"]
+    data = train_without_baseline(learner, [ja.reward_noise(1.0, onset=0), chained], seeds=3, steps=4)["draws"]
     assert np.unique(data[:, 1]).size == data[:, 1].size
     assert np.unique(np.concatenate([data[:, 1].ravel(), data[:, 2].ravel()])).size == 2 * data[:, 1].size
 

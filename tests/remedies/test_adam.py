@@ -7,7 +7,18 @@ import optax
 from remedy_references import (
     AdamReference,
 )
-from small_learner import RATE, SIZE, STEPS, UPDATES, close, driven, entries, lane, noise, told
+from small_learner import (
+    RATE,
+    SIZE,
+    STEPS,
+    UPDATES,
+    assert_close,
+    lane_telemetry,
+    random_gradients,
+    remedied_telemetry,
+    run_updates,
+    to_vectors,
+)
 
 import jaxaudit as ja
 from jaxaudit import remedies
@@ -15,29 +26,31 @@ from jaxaudit import remedies
 
 def test_adam_rel_resets_the_count_in_each_step_and_keeps_the_moments():
     for strength in (0.0, 1.0):
-        telemetry = lane(told(adam_rel=strength), "control")
+        telemetry = lane_telemetry(remedied_telemetry(adam_rel=strength), "control")
         adam, params = AdamReference(SIZE), telemetry["begin"][0]
         for step in range(STEPS):
             adam.count *= strength == 0
             for update in range(UPDATES):
                 params = params - RATE * (1 - step / STEPS) * adam.direction(telemetry["gradient"][step, update])
-                close(telemetry["params"][step, update], params, rtol=1e-3, atol=1e-5)
-            close(telemetry["mu"][step], adam.first, atol=1e-5)
-            close(telemetry["nu"][step], adam.second, atol=1e-5)
+                assert_close(telemetry["params"][step, update], params, rtol=1e-3, atol=1e-5)
+            assert_close(telemetry["mu"][step], adam.first, atol=1e-5)
+            assert_close(telemetry["nu"][step], adam.second, atol=1e-5)
             assert telemetry["count"][step] == adam.count == (UPDATES if strength else UPDATES * (step + 1))
 
 
 def test_equal_betas_sets_both_decay_rates():
-    gradients = noise(40, seed=10)
+    gradients = random_gradients(40, seed=10)
     for beta in (0.5, 0.97):
-        params, state, _ = driven(ja.Optimizer(ja.Adam(), RATE), [remedies.equal_betas(beta)], np.ones(SIZE), gradients)
+        params, state, _ = run_updates(
+            ja.Optimizer(ja.Adam(), RATE), [remedies.equal_betas(beta)], np.ones(SIZE), gradients
+        )
         transform = optax.scale_by_adam(beta, beta)
-        plain, plain_state, _ = driven(ja.Optimizer(transform, RATE), [], np.ones(SIZE), gradients)
-        close(entries(params), entries(plain), rtol=1e-5)
-        close(entries(state.nu), entries(plain_state.nu), rtol=1e-5)
+        plain, plain_state, _ = run_updates(ja.Optimizer(transform, RATE), [], np.ones(SIZE), gradients)
+        assert_close(to_vectors(params), to_vectors(plain), rtol=1e-5)
+        assert_close(to_vectors(state.nu), to_vectors(plain_state.nu), rtol=1e-5)
         adam = AdamReference(SIZE, beta, beta)
         expected = 1.0 - RATE * np.cumsum([adam.direction(g) for g in gradients], axis=0)
-        close(entries(params), expected, atol=1e-5)
+        assert_close(to_vectors(params), expected, atol=1e-5)
 
 
 def stable_reference(gradients, threshold, adam):
@@ -54,20 +67,20 @@ def stable_reference(gradients, threshold, adam):
 
 
 def test_stable_adamw_equals_the_published_algorithm_for_each_tensor():
-    gradients = noise(60, seed=11)
+    gradients = random_gradients(60, seed=11)
     gradients[:, 6] = 0.0
     gradients[20] *= 8.0
     gradients[40, :3] *= 8.0
     gradients[50] *= 0.05
     for threshold in (1.0, 2.0):
         remedy_list = [remedies.stable_adamw(threshold)]
-        params, _, metrics = driven(ja.Optimizer(ja.Adam(), RATE), remedy_list, np.zeros(SIZE), gradients)
+        params, _, metrics = run_updates(ja.Optimizer(ja.Adam(), RATE), remedy_list, np.zeros(SIZE), gradients)
         expected, roots = stable_reference(gradients, threshold, AdamReference(SIZE))
-        close(entries(params), -RATE * np.cumsum(expected, axis=0), atol=1e-5)
-        close(metrics.update_norm, RATE * np.linalg.norm(expected, axis=1))
+        assert_close(to_vectors(params), -RATE * np.cumsum(expected, axis=0), atol=1e-5)
+        assert_close(metrics.update_norm, RATE * np.linalg.norm(expected, axis=1))
         assert (roots[[20, 40], 0] > 2).all()
         assert (roots < threshold).any()
     combined = [remedies.stable_adamw(), remedies.equal_betas(0.9)]
-    params, *_ = driven(ja.Optimizer(ja.Adam(), RATE), combined, np.zeros(SIZE), gradients)
+    params, *_ = run_updates(ja.Optimizer(ja.Adam(), RATE), combined, np.zeros(SIZE), gradients)
     expected, _ = stable_reference(gradients, 1.0, AdamReference(SIZE, 0.9, 0.9))
-    close(entries(params), -RATE * np.cumsum(expected, axis=0), atol=1e-5)
+    assert_close(to_vectors(params), -RATE * np.cumsum(expected, axis=0), atol=1e-5)

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errand import Errand, random_params
+from letter_dialogue import LetterDialogue, random_params
 from token_loops import (
     advantages_by_loop,
     covariances_by_loop,
     lambdas_by_length,
     random_rows,
-    with_remedies,
+    settings_with_remedies,
 )
 
 import jaxaudit as ja
@@ -42,7 +42,7 @@ def tiny():
 @functools.cache
 def learner(preset, **settings):
     small = SMALL | ({"group_size": 2} if preset == "dpo" else {})
-    return getattr(ja.learners, preset)(Errand(), **small | settings)
+    return getattr(ja.learners, preset)(LetterDialogue(), **small | settings)
 
 
 def algorithm_of(dialogue_learner):
@@ -191,10 +191,10 @@ def test_sampled_entropy_is_the_mean_over_response_tokens():
 @pytest.mark.parametrize("weight", [0.0, 0.02])
 def test_adaptive_entropy_adds_a_bonus_of_weight_zero(weight):
     settings = settings_of("grpo")(entropy_coefficient=weight)
-    after = with_remedies(settings, remedies.adaptive_entropy())
+    after = settings_with_remedies(settings, remedies.adaptive_entropy())
     assert after.objective_config.entropy_bonus
     assert after.coefficients.entropy_coefficient == (weight or 1e-30)
-    assert with_remedies(after, remedies.adaptive_entropy()) == after
+    assert settings_with_remedies(after, remedies.adaptive_entropy()) == after
 
 
 STEPS = 3

@@ -11,7 +11,7 @@ import pytest
 from token_loops import (
     CRITIC,
     EXACT,
-    with_remedies,
+    settings_with_remedies,
 )
 
 from jaxaudit import remedies
@@ -149,7 +149,7 @@ REMEDIES = ("kl_in_reward", "kl_in_both", "kl_off_policy")
 
 
 def with_remedy(name, base=CRITIC):
-    return with_remedies(base, getattr(remedies, name)(BETA))
+    return settings_with_remedies(base, getattr(remedies, name)(BETA))
 
 
 ON_POLICY = {

@@ -6,21 +6,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from probes import PLAIN, Probe
-from small_learner import close
+from probe_tasks import UNNORMALIZED_SETTINGS, ProbeTask
+from small_learner import assert_close
 
 import jaxaudit as ja
 from jaxaudit import remedies
 from jaxaudit.core.taps import Taps
 from jaxaudit.learners.rl.ppo import PPO, PPOSettings
 
-SMALL_PPO = PLAIN | {"hidden": (8,), "minibatch_size": 128, "epochs": 1, "max_grad_norm": 100.0}
+SMALL_PPO = UNNORMALIZED_SETTINGS | {"hidden": (8,), "minibatch_size": 128, "epochs": 1, "max_grad_norm": 100.0}
 
 
 @functools.cache
 def probe_agent():
     """Returns PPO on a task with a known reward, equal observations, and episodes that only the time limit ends."""
-    agent = PPO(Probe(lambda a: -((a - 0.5) ** 2), False), 16, PPOSettings(**SMALL_PPO))
+    agent = PPO(ProbeTask(lambda a: -((a - 0.5) ** 2), False), 16, PPOSettings(**SMALL_PPO))
     return agent, jax.jit(agent.init)(jax.random.key(0))
 
 
@@ -54,11 +54,11 @@ def test_decoupled_lambda_changes_value_targets_only():
     gamma, gae_lambda = agent.settings.gamma, agent.settings.gae_lambda
     clipped_action = np.clip(np.asarray(plain.action, np.float64)[..., 0], -2.0, 2.0)
     rewards, value = -((clipped_action - 0.5) ** 2), float(plain.value[0, 0])
-    close(plain.value, np.full(rewards.shape, value))
+    assert_close(plain.value, np.full(rewards.shape, value))
     for lam, samples in with_remedy.items():
         np.testing.assert_array_equal(samples.advantage, plain.advantage)
-        close(samples.advantage, advantages(rewards, ages, value, gamma, gae_lambda), atol=1e-4)
-        close(samples.target, advantages(rewards, ages, value, gamma, lam or gae_lambda) + value, atol=1e-4)
+        assert_close(samples.advantage, advantages(rewards, ages, value, gamma, gae_lambda), atol=1e-4)
+        assert_close(samples.target, advantages(rewards, ages, value, gamma, lam or gae_lambda) + value, atol=1e-4)
     np.testing.assert_array_equal(with_remedy[0.0].target, plain.target)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 from noisy import noisy_descent
-from small_runs import arrays, assert_same, kill_through, one_sentence
+from small_runs import assert_runs_equal, error_sentence, run_through_kills, stored_arrays
 
 import jaxaudit as ja
 from jaxaudit.analysis.run_reader import load
@@ -73,9 +73,9 @@ def test_a_run_with_remedies_differs_from_the_plain_learner(base_folder):
 
 def test_a_killed_run_with_remedies_resumes_bitwise(server, base_folder, tmp_path):
     (tmp_path / "fitted.npz").write_bytes((base_folder / "fitted.npz").read_bytes())
-    resumed, kills = kill_through(server, tmp_path, SPEC, CHUNKS, kills=3)
+    resumed, kills = run_through_kills(server, tmp_path, SPEC, CHUNKS, kills=3)
     assert len(kills) >= 2
-    assert_same(resumed, base_folder / "run")
+    assert_runs_equal(resumed, base_folder / "run")
 
 
 def test_a_run_with_remedies_is_replayed_forked_and_searched(server, base_folder, tmp_path):
@@ -85,7 +85,7 @@ def test_a_run_with_remedies_is_replayed_forked_and_searched(server, base_folder
     (tmp_path / "spec.toml").write_text(SPEC.replace("fitted.npz", str(base_folder / "fitted.npz")))
     done = server("fork", base_folder / "run", tmp_path / "spec.toml", "-o", tmp_path / "fork")
     assert done.code == 0, done.err
-    fork_arrays, run_arrays = arrays(tmp_path / "fork"), arrays(base_folder / "run")
+    fork_arrays, run_arrays = stored_arrays(tmp_path / "fork"), stored_arrays(base_folder / "run")
     assert [name for name in run_arrays if not name.startswith("chunk") and fork_arrays[name] != run_arrays[name]] == []
     done = server("margin", base_folder / "run", "--tolerance", "0.5", "--reach", "10")
     assert done.code == 0, done.err
@@ -96,5 +96,5 @@ def test_a_fork_must_keep_the_remedies_of_its_run(server, base_folder, tmp_path)
     text = SPEC.replace("fitted.npz", str(base_folder / "fitted.npz")).replace("strength = 0.01", "strength = 0.02")
     (tmp_path / "spec.toml").write_text(text)
     done = server("fork", base_folder / "run", tmp_path / "spec.toml", "-o", tmp_path / "fork")
-    one_sentence(done, 2, "the spec must keep the run's remedies")
+    error_sentence(done, 2, "the spec must keep the run's remedies")
     assert not (tmp_path / "fork").exists()

@@ -16,7 +16,7 @@ from token_loops import (
     covariances_by_loop,
     lambdas_by_length,
     random_rows,
-    with_remedies,
+    settings_with_remedies,
 )
 
 from jaxaudit import remedies
@@ -140,7 +140,7 @@ COVARIANCE_REMEDIES = {"clip": remedies.clip_cov, "kl": remedies.kl_cov}
 @pytest.mark.parametrize("aggregation", ["sequence", "token_minibatch"])
 @pytest.mark.parametrize("kind", COVARIANCE_REMEDIES)
 def test_loss_and_gradient_with_covariance_remedies_equal_a_loop(kind, aggregation):
-    settings = with_remedies(
+    settings = settings_with_remedies(
         dataclasses.replace(GROUP_SETTINGS, aggregation=aggregation), COVARIANCE_REMEDIES[kind](0.15)
     )
     parts, coefficients = settings.objective_config, settings.coefficients
@@ -185,7 +185,7 @@ def test_loss_and_gradient_with_covariance_remedies_equal_a_loop(kind, aggregati
 
 @pytest.mark.usefixtures("float64")
 def test_kl_cov_does_not_change_the_gradient_of_the_first_update():
-    settings = with_remedies(GROUP_SETTINGS, remedies.kl_cov(0.15))
+    settings = settings_with_remedies(GROUP_SETTINGS, remedies.kl_cov(0.15))
     response_mask, advantage, old = random_rows()
     selected = selected_tokens("kl", 0.15, response_mask, advantage, old)
     counts = denominators(jnp.asarray(response_mask), SLOTS)
@@ -253,7 +253,7 @@ def test_length_adaptive_lambda_follows_the_row_length(scale):
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("scale", [0.05, 0.3])
 def test_length_adaptive_lambda_does_not_change_value_targets(scale):
-    settings = with_remedies(CRITIC, remedies.kl_in_reward(0.2), remedies.length_adaptive_lambda(scale))
+    settings = settings_with_remedies(CRITIC, remedies.kl_in_reward(0.2), remedies.length_adaptive_lambda(scale))
     settings = dataclasses.replace(settings, gae_lambda=0.3, critic_lambda=0.6, gamma=0.9)
     assert settings.objective_config.adaptive_lambda
     assert not CRITIC.objective_config.adaptive_lambda
@@ -289,7 +289,7 @@ def test_length_adaptive_lambda_does_not_change_value_targets(scale):
     "remedy", [remedies.truncated_importance(1.3), remedies.masked_importance(1.3), remedies.sequence_mask(1.3)]
 )
 def test_importance_corrections_weigh_gradients_as_a_loop(remedy):
-    settings = with_remedies(GROUP_SETTINGS, remedy)
+    settings = settings_with_remedies(GROUP_SETTINGS, remedy)
     response_mask, advantage, old = random_rows()
     gap = 0.4 * np.random.default_rng(16).normal(size=response_mask.shape)
     rows = jax.tree.map(jnp.asarray, LossInputs(response_mask, old, advantage, rollout_log_prob=old - gap))

@@ -16,21 +16,21 @@ from remedy_references import (
     zclip_reference,
 )
 from small_learner import (
+    DURATION,
     ONSET,
-    OPEN,
     RATE,
     SIZE,
     STEPS,
     UPDATES,
     WINDOW,
-    close,
-    driven,
-    entries,
-    guarded,
-    lane,
-    noise,
-    told,
-    tree,
+    assert_close,
+    guard_gradients,
+    lane_telemetry,
+    random_gradients,
+    remedied_telemetry,
+    run_updates,
+    to_params,
+    to_vectors,
 )
 
 import jaxaudit as ja
@@ -49,21 +49,23 @@ def test_the_learning_rate_is_scaled_and_warmed_up_over_a_run():
         ({"learning_rate_warmup": 0.5}, rising),
         ({"learning_rate_scale": 0.3, "learning_rate_warmup": 0.5}, 0.3 * rising),
     ):
-        telemetry = lane(told(**strengths), "control")
-        close(telemetry["learning_rate"], np.repeat((plain * factor)[:, None], UPDATES, axis=1), rtol=1e-5)
+        telemetry = lane_telemetry(remedied_telemetry(**strengths), "control")
+        assert_close(telemetry["learning_rate"], np.repeat((plain * factor)[:, None], UPDATES, axis=1), rtol=1e-5)
     assert rising[0] == pytest.approx(1 / 5)
     assert (rising[4:] == 1).all()
 
 
 def test_learning_rate_scale_acts_before_perturbations():
     """A spike multiplies the scaled rate; a shift, which is added to the scaled rate, shows the order."""
-    telemetry = told(learning_rate_scale=0.3)
-    control, spike, shifted = (lane(telemetry, name)["learning_rate"] for name in ("control", "spike", "shifted"))
+    telemetry = remedied_telemetry(learning_rate_scale=0.3)
+    control, spike, shifted = (
+        lane_telemetry(telemetry, name)["learning_rate"] for name in ("control", "spike", "shifted")
+    )
     factor, shift = np.ones((STEPS, 1)), np.zeros((STEPS, 1))
     factor[WINDOW], shift[WINDOW] = 3.0, 0.5
-    close(spike, control * factor, rtol=1e-5)
-    close(shifted, control + shift, rtol=1e-5)
-    close(control[0], 0.3 * RATE, rtol=1e-5)
+    assert_close(spike, control * factor, rtol=1e-5)
+    assert_close(shifted, control + shift, rtol=1e-5)
+    assert_close(control[0], 0.3 * RATE, rtol=1e-5)
 
 
 def test_learning_rate_scale_also_scales_a_shifted_schedule():
@@ -75,10 +77,10 @@ def test_learning_rate_scale_also_scales_a_shifted_schedule():
         return params, {"performance": -params[0], "learning_rate": metrics.learning_rate}
 
     learner = ja.remedied(ja.Learner(lambda key: jnp.zeros(1), step), remedies.learning_rate_scale(0.1))
-    result = ja.audit(learner, [ja.lr_schedule_error(0.3, onset=ONSET, duration=OPEN)], seeds=1, steps=STEPS)
+    result = ja.audit(learner, [ja.lr_schedule_error(0.3, onset=ONSET, duration=DURATION)], seeds=1, steps=STEPS)
     progress = np.arange(STEPS) / STEPS
     progress[WINDOW] += 0.3
-    close(result.telemetry["learning_rate"].values[0, 1], 0.1 * RATE * (1 - progress), rtol=1e-4)
+    assert_close(result.telemetry["learning_rate"].values[0, 1], 0.1 * RATE * (1 - progress), rtol=1e-4)
 
 
 PLANNED_KL = (
@@ -121,12 +123,12 @@ def test_target_kl_stop_ends_the_updates_of_a_step():
 
 
 def test_a_stopped_learner_continues_in_the_next_step():
-    telemetry = lane(told(target_kl_stop=0.01), "control")
+    telemetry = lane_telemetry(remedied_telemetry(target_kl_stop=0.01), "control")
     too_far = np.maximum.accumulate(telemetry["kl"] > 0.01, axis=1)
     np.testing.assert_array_equal(telemetry["update_norm"] == 0, too_far)
     assert too_far[:, -1].sum() > 2
     assert not too_far[:, 0].any(), "before a step's first update the policy equals the old one"
-    plain = lane(told(), "control")
+    plain = lane_telemetry(remedied_telemetry(), "control")
     assert (plain["update_norm"] > 0).all()
 
 
@@ -146,15 +148,15 @@ def test_six_sigma_skip_equals_a_loop_over_recent_losses_and_norms():
     for index, sigmas in ((380, 5.99), (381, 6.01)):  # between the limits by ddof 0 and 1, and above both
         recent = losses[index - 128 : index]
         losses[index] = recent.mean() + sigmas * recent.std(ddof=1)
-    directions = noise(length, seed=5)
+    directions = random_gradients(length, seed=5)
     gradients = directions / np.linalg.norm(directions, axis=1, keepdims=True) * norms[:, None]
     optimizer = ja.Optimizer(optax.identity(), 1.0)
-    after, _, metrics = driven(optimizer, [remedies.six_sigma_skip()], np.zeros(SIZE), gradients, loss=losses)
+    after, _, metrics = run_updates(optimizer, [remedies.six_sigma_skip()], np.zeros(SIZE), gradients, loss=losses)
     keep, margins = six_sigma_reference(losses, norms, sigmas=6.0)
     assert min(margins) > 0.01, "no decision depends on rounding"
     np.testing.assert_array_equal(np.asarray(metrics.update_norm) > 0, keep)
     assert set(np.flatnonzero(~np.array(keep))) == {64, 150, 151, 170, 171, 180, 200, 230, 310, 381, 400}
-    close(after["actor"][-1], -np.where(np.array(keep)[:, None], gradients, 0.0).sum(0)[:3], atol=1e-4)
+    assert_close(after["actor"][-1], -np.where(np.array(keep)[:, None], gradients, 0.0).sum(0)[:3], atol=1e-4)
 
 
 ADAM_WITH_DECAY = ja.Adam(rest=(optax.add_decayed_weights(0.1),))
@@ -171,15 +173,15 @@ ADAM_WITH_DECAY = ja.Adam(rest=(optax.add_decayed_weights(0.1),))
 )
 def test_a_skipped_update_changes_no_parameter_moment_count_or_decay(guard, transform, others):
     """The states before and after equal those of a series without the skipped update, bit for bit."""
-    gradients, kls = noise(8), np.zeros(8)
+    gradients, kls = random_gradients(8), np.zeros(8)
     if guard.kind is remedies.nonfinite_skip:
         gradients[3, 5] = math.nan
     else:
         kls[3] = 1.0
     optimizer, unskipped = ja.Optimizer(transform, 0.1), [0, 1, 2, 4, 5, 6, 7]
     all_remedies = (*others, guard)
-    params, state, metrics = driven(optimizer, all_remedies, np.ones(SIZE), gradients, approximate_kl=kls)
-    without = driven(optimizer, all_remedies, np.ones(SIZE), gradients[unskipped], approximate_kl=kls[unskipped])
+    params, state, metrics = run_updates(optimizer, all_remedies, np.ones(SIZE), gradients, approximate_kl=kls)
+    without = run_updates(optimizer, all_remedies, np.ones(SIZE), gradients[unskipped], approximate_kl=kls[unskipped])
     for result, expected in zip(jax.tree.leaves((params, state)), jax.tree.leaves(without[:2]), strict=True):
         assert np.isfinite(result).all()
         np.testing.assert_array_equal(result[3], result[2])
@@ -190,55 +192,59 @@ def test_a_skipped_update_changes_no_parameter_moment_count_or_decay(guard, tran
 
 def test_a_zero_gradient_is_not_skipped():
     """If both had the same effect, the test above would not detect a skip."""
-    gradients = noise(4)
+    gradients = random_gradients(4)
     gradients[3] = 0.0
-    params, state, _ = driven(ja.Optimizer(ADAM_WITH_DECAY, 0.1), [remedies.nonfinite_skip()], np.ones(SIZE), gradients)
+    params, state, _ = run_updates(
+        ja.Optimizer(ADAM_WITH_DECAY, 0.1), [remedies.nonfinite_skip()], np.ones(SIZE), gradients
+    )
     for x in (params["actor"], state[0].mu["actor"], state[0].nu["actor"], state[0].count):
         assert (np.asarray(x[3]) != np.asarray(x[2])).all()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_nonfinite_skip_detects_every_entry_that_is_not_finite(value):
-    gradients = np.tile(noise(1), (SIZE + 1, 1))
+    gradients = np.tile(random_gradients(1), (SIZE + 1, 1))
     gradients[np.arange(SIZE), np.arange(SIZE)] = value
-    *_, metrics = driven(ja.Optimizer(optax.identity(), 0.1), [remedies.nonfinite_skip()], np.ones(SIZE), gradients)
+    *_, metrics = run_updates(
+        ja.Optimizer(optax.identity(), 0.1), [remedies.nonfinite_skip()], np.ones(SIZE), gradients
+    )
     np.testing.assert_array_equal(np.asarray(metrics.update_norm) == 0, [True] * SIZE + [False])
 
 
 def test_zclip_equals_the_published_loop():
-    gradients = noise(220, seed=6) * np.linspace(1.0, 3.0, 220)[:, None]
+    gradients = random_gradients(220, seed=6) * np.linspace(1.0, 3.0, 220)[:, None]
     for index, factor in ((10, 8.0), (60, 6.0), (61, 6.0), (120, 30.0), (180, 2.5), (200, 0.01)):
         gradients[index] *= factor
     expected, clipped = zclip_reference(gradients, threshold=2.5)
-    close(guarded(remedies.zclip(), gradients), expected)
+    assert_close(guard_gradients(remedies.zclip(), gradients), expected)
     assert {60, 61, 120, 180} <= set(clipped)
     assert min(clipped) >= 25
     expected, clipped_lower = zclip_reference(gradients, threshold=1.5)
-    close(guarded(remedies.zclip(1.5), gradients), expected)
+    assert_close(guard_gradients(remedies.zclip(1.5), gradients), expected)
     assert len(clipped_lower) > len(clipped) + 5, "a low threshold clips ordinary gradients, too"
 
 
 def test_zclip_does_not_change_gradients_of_infinite_norm():
-    gradients = noise(30, seed=16)
+    gradients = random_gradients(30, seed=16)
     gradients[28] *= 1e25
     gradients[29, 3] = math.inf
-    np.testing.assert_array_equal(guarded(remedies.zclip(), gradients)[28:], np.float32(gradients[28:]))
+    np.testing.assert_array_equal(guard_gradients(remedies.zclip(), gradients)[28:], np.float32(gradients[28:]))
 
 
 @pytest.mark.parametrize("kind", [remedies.zclip, remedies.adagc], ids=lambda kind: kind.name)
 def test_running_norms_ignore_gradients_that_are_not_finite(kind):
-    gradients = noise(130, seed=7)
+    gradients = random_gradients(130, seed=7)
     gradients[[70, 110]] *= 20.0
     with_nonfinite = np.insert(gradients, [12, 105], math.nan, axis=0)
     with_nonfinite[106, 2] = math.inf
-    guarded_gradients = guarded(kind(), with_nonfinite)
+    guarded_gradients = guard_gradients(kind(), with_nonfinite)
     others = np.delete(np.arange(132), [12, 106])
-    np.testing.assert_array_equal(guarded_gradients[others], guarded(kind(), gradients))
+    np.testing.assert_array_equal(guarded_gradients[others], guard_gradients(kind(), gradients))
     assert not np.isfinite(guarded_gradients[[12, 106]]).all(axis=1).any()
 
 
 def test_adagc_equals_the_published_loop_for_each_tensor():
-    gradients = noise(220, seed=8)
+    gradients = random_gradients(220, seed=8)
     gradients[:, :3] *= 0.1  # clipped jointly in the warm-up, and by its own norm later
     for index, factor in ((30, 10.0), (130, 10.0), (99, 5.0), (200, 0.1)):
         gradients[index] *= factor
@@ -247,7 +253,7 @@ def test_adagc_equals_the_published_loop_for_each_tensor():
     tensors = (slice(0, 3), slice(3, SIZE))
     for strength in (1.05, 3.0):
         expected = adagc_reference(gradients, tensors, relative=strength)
-        close(guarded(remedies.adagc(strength), gradients), expected)
+        assert_close(guard_gradients(remedies.adagc(strength), gradients), expected)
     unclipped = np.isclose(expected, gradients).all(axis=1)
     assert 10 < unclipped[100:].sum() < 120
 
@@ -260,11 +266,11 @@ SPAM_STRENGTH = 50.0
 
 @functools.cache
 def spam_run():
-    gradients = noise(SPAM_LENGTH, seed=9)
+    gradients = random_gradients(SPAM_LENGTH, seed=9)
     for index in (8, 150, 505, 517, 518, 519, 700, 1010, 1100):
         gradients[index] *= np.where(np.arange(SIZE) % 2, 30.0, 1.0)
     optimizer = ja.Optimizer(ja.Adam(), RATE)
-    results = driven(optimizer, [remedies.spam(SPAM_STRENGTH)], np.zeros(SIZE), gradients)
+    results = run_updates(optimizer, [remedies.spam(SPAM_STRENGTH)], np.zeros(SIZE), gradients)
     return results, spam_reference(gradients, SPAM_STRENGTH)
 
 
@@ -276,8 +282,8 @@ def spam_factors():
 
 def test_spam_clips_entries_and_resets_moments_as_in_the_paper():
     (_, state, _), reference = spam_run()
-    close(entries(state.mu), reference.first, atol=1e-5)
-    close(entries(state.nu), reference.second, atol=1e-6)
+    assert_close(to_vectors(state.mu), reference.first, atol=1e-5)
+    assert_close(to_vectors(state.nu), reference.second, atol=1e-6)
     np.testing.assert_array_equal(state.count, np.arange(SPAM_LENGTH) + 1)
     assert reference.clipped[150].any()
     assert reference.clipped[700].any()
@@ -287,44 +293,44 @@ def test_spam_clips_entries_and_resets_moments_as_in_the_paper():
 
 def test_spam_warms_up_over_150_updates_after_each_reset():
     factors = spam_factors()
-    close(factors[:499], np.ones(499), rtol=1e-3)
+    assert_close(factors[:499], np.ones(499), rtol=1e-3)
     for reset in (499, 999):
         assert factors[reset] == pytest.approx(0.01, abs=1e-3)
         expected = 1.0 - 0.99 * (1 + np.cos(np.pi * np.arange(150) / 151)) / 2
-        close(factors[reset : reset + 150], expected, rtol=1e-3, atol=0.99 * np.pi / 151 / 2)
-        close(factors[reset + 150 : reset + 181], np.ones(31), rtol=1e-3)
+        assert_close(factors[reset : reset + 150], expected, rtol=1e-3, atol=0.99 * np.pi / 151 / 2)
+        assert_close(factors[reset + 150 : reset + 181], np.ones(31), rtol=1e-3)
 
 
 def test_spam_warms_up_as_the_authors_code():
     """The authors use `CosineAnnealingLR(lr=0.99, T_max=151)` from its epoch 0: the rate is 0.01 at the reset."""
     expected = 1.0 - 0.99 * (1 + np.cos(np.pi * np.arange(150) / 151)) / 2
-    close(spam_factors()[999:1149], expected, rtol=1e-3)
+    assert_close(spam_factors()[999:1149], expected, rtol=1e-3)
 
 
 def test_l2_init_decays_towards_the_initial_parameters():
-    gradients, first = noise(30, seed=12), np.linspace(-2.0, 2.0, SIZE)
-    params, *_ = driven(ja.Optimizer(optax.identity(), 0.1), [remedies.l2_init(0.3)], first, gradients)
+    gradients, first = random_gradients(30, seed=12), np.linspace(-2.0, 2.0, SIZE)
+    params, *_ = run_updates(ja.Optimizer(optax.identity(), 0.1), [remedies.l2_init(0.3)], first, gradients)
     expected, current = [], first
     for g in gradients:
         current = current - 0.1 * (g + 2 * 0.3 * (current - first))
         expected.append(current)
-    close(entries(params), expected, atol=1e-5)
+    assert_close(to_vectors(params), expected, atol=1e-5)
 
 
 def test_l2_init_keeps_the_initial_parameters_over_steps():
-    telemetry = lane(told(l2_init=0.5), "control")
+    telemetry = lane_telemetry(remedied_telemetry(l2_init=0.5), "control")
     adam, params, first = AdamReference(SIZE), telemetry["begin"][0], telemetry["begin"][0]
     for step in range(STEPS):
         for update in range(UPDATES):
             gradient = telemetry["gradient"][step, update] + 2 * 0.5 * (params - first)
-            close(telemetry["gradient_norm"][step, update], np.linalg.norm(gradient), rtol=1e-3)
+            assert_close(telemetry["gradient_norm"][step, update], np.linalg.norm(gradient), rtol=1e-3)
             params = params - RATE * (1 - step / STEPS) * adam.direction(gradient)
-            close(telemetry["params"][step, update], params, rtol=1e-3, atol=1e-4)
+            assert_close(telemetry["params"][step, update], params, rtol=1e-3, atol=1e-4)
 
 
 def test_weight_decay_equals_adamw():
-    gradients, first = noise(30, seed=13), np.linspace(-2.0, 2.0, SIZE)
-    params, *_ = driven(ja.Optimizer(ja.Adam(), RATE), [remedies.weight_decay(0.4)], first, gradients)
+    gradients, first = random_gradients(30, seed=13), np.linspace(-2.0, 2.0, SIZE)
+    params, *_ = run_updates(ja.Optimizer(ja.Adam(), RATE), [remedies.weight_decay(0.4)], first, gradients)
     adamw = optax.adamw(RATE, weight_decay=0.4)
 
     def turn(carry, gradient):
@@ -333,10 +339,10 @@ def test_weight_decay_equals_adamw():
         params = optax.apply_updates(params, change)
         return (params, state), params
 
-    begin = (tree(first), adamw.init(tree(first)))
-    expected = jax.jit(lambda: jax.lax.scan(turn, begin, tree(gradients))[1])()
-    close(entries(params), entries(expected), rtol=1e-5)
+    begin = (to_params(first), adamw.init(to_params(first)))
+    expected = jax.jit(lambda: jax.lax.scan(turn, begin, to_params(gradients))[1])()
+    assert_close(to_vectors(params), to_vectors(expected), rtol=1e-5)
     adam, current = AdamReference(SIZE), first
     for g in gradients:
         current = current - RATE * (adam.direction(g) + 0.4 * current)
-    close(entries(params)[-1], current, atol=1e-5)
+    assert_close(to_vectors(params)[-1], current, atol=1e-5)

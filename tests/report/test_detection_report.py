@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
-from synthetic_runs import outside_scripts, specs
+from synthetic_runs import embedded_specs, without_scripts
 
 from jaxaudit.report import detection_page, score_figures
 from jaxaudit.report.detection_page import detector_table, verdict
@@ -226,9 +226,9 @@ def test_pages_load_nothing_and_figures_are_valid_files(kind, request):
         root = ElementTree.parse(folder / "figures" / f"{name}.svg").getroot()
         assert float(root.get("width")) > 200
         assert (folder / "figures" / f"{name}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert not re.search(r"""(src|href|action|data|poster)\s*=\s*["']?\s*(https?:)?//""", outside_scripts(page))
+    assert not re.search(r"""(src|href|action|data|poster)\s*=\s*["']?\s*(https?:)?//""", without_scripts(page))
     assert "default-src 'none'" in page
-    assert len(specs(page)) == len(names[kind])
+    assert len(embedded_specs(page)) == len(names[kind])
 
 
 def test_the_verdict_of_a_comparison(comparison_page):
@@ -321,7 +321,7 @@ def test_without_collapses_the_table_has_no_lead_time():
 
 def test_shares_by_condition_equal_the_stored_ones(comparison_page):
     _, page, conditions = comparison_page
-    (cells,) = figure_data(specs(page)["spec-learner-1-conditions"])
+    (cells,) = figure_data(embedded_specs(page)["spec-learner-1-conditions"])
     assert list(dict.fromkeys(cells.condition)) == ["clean: false alarms", *CONDITIONS]
     assert list(dict.fromkeys(cells.detector))[:2] == [MONITOR, "CUSUM of performance"]
     shares = cells.pivot(index="condition", columns="detector", values="p").loc["lr_spike 100"]
@@ -385,7 +385,7 @@ def test_transferred_monitors_are_on_the_tested_learners_page(two_learners, tmp_
 def test_series_around_the_onset_equal_the_stored_ones(comparison_page):
     _, page, _ = comparison_page
     stored_data = trajectories()
-    spec = specs(page)["spec-learner-1-onset"]
+    spec = embedded_specs(page)["spec-learner-1-onset"]
     assert len(spec["concat"]) == 3
     frames = [frame for frame in figure_data(spec) if "median" in frame]
     for name in ("performance", "deviation", "score"):
@@ -413,12 +413,12 @@ def test_every_learner_has_a_section(two_learners, tmp_path, page_without_figure
     page = page_without_figures(tmp_path)
     assert "Detectors on 2 learners" in page
     assert page.count('class="lead"') == 2
-    assert len(specs(page)) == 6
+    assert len(embedded_specs(page)) == 6
     assert set(page_without_figures.files) == {
         f"{name}_{figure}" for name in ("ppo", "sac") for figure in ("conditions", "onset", "latent")
     }
     single_page = page_without_figures(tmp_path / "sac")
-    assert len(specs(single_page)) == 3
+    assert len(embedded_specs(single_page)) == 3
     assert all("Fitted to other learners</h2>" not in html_page for html_page in (page, single_page))
 
 
@@ -433,7 +433,7 @@ def test_hostile_text_is_harmless(tmp_path, page_without_figures):
         page = page_without_figures(tmp_path / name)
         assert "<script>alert" not in page
         assert "&lt;script&gt;alert" in page
-        assert evil in json.dumps(list(specs(page).values())).encode().decode("unicode_escape")
+        assert evil in json.dumps(list(embedded_specs(page).values())).encode().decode("unicode_escape")
 
 
 @pytest.mark.parametrize("missing", ["detectors.csv", "conditions.csv", "trajectories.zarr", "all"])
@@ -459,8 +459,8 @@ def test_a_comparison_with_extreme_data_is_reported(tmp_path, page_without_figur
     data["latent_samples"][1, :, 15:], data["latent"][0, 5] = np.nan, np.nan
     write_comparison(tmp_path / "lost" / "ppo", data=data, conditions=("x 1", "y 2"))
     for name in ("short", "clean", "lost"):
-        assert len(specs(page_without_figures(tmp_path / name))) == 3
-    spec = specs((tmp_path / "lost" / "report.html").read_text())["spec-learner-1-onset"]
+        assert len(embedded_specs(page_without_figures(tmp_path / name))) == 3
+    spec = embedded_specs((tmp_path / "lost" / "report.html").read_text())["spec-learner-1-onset"]
     lost = [frame[frame.lost == 1] for frame in figure_data(spec) if "lost" in frame]
     assert sorted((int(rows.step.iloc[0]), rows.label.iloc[0]) for rows in lost) == [
         (9, "x 1"),
@@ -477,7 +477,7 @@ def test_pages_of_large_folders_stay_small(tmp_path, page_without_figures):
     write_monitored(tmp_path / "b", monitored_runs([f"run_{i}" for i in range(9)], 5000, channels))
     for name in ("a", "b"):
         assert len(page_without_figures(tmp_path / name)) < 4e6
-    frames = figure_data(specs((tmp_path / "b" / "report.html").read_text())["spec-score"])
+    frames = figure_data(embedded_specs((tmp_path / "b" / "report.html").read_text())["spec-score"])
     assert max(frame.groupby(next(c for c in ("key", "run") if c in frame)).size().max() for frame in frames) <= 600
 
 
@@ -541,7 +541,7 @@ def test_verdicts_of_a_single_run_and_without_alarms(tmp_path, page_without_figu
 
 def test_channels_are_ordered_by_their_distance(monitored_page):
     _, page, _ = monitored_page
-    figures = specs(page)
+    figures = embedded_specs(page)
     assert [panel["title"] for panel in figures["spec-distance"]["concat"]] == ["drifting", "spiked", "healthy"]
     rows = next(frame for frame in figure_data(figures["spec-distance"]) if frame.distance.max() > 9)
     assert list(dict.fromkeys(rows.channel))[:3] == ["performance", "loss", "gradient_norm"]
@@ -557,7 +557,7 @@ def test_runs_with_few_or_missing_steps_are_reported(tmp_path, page_without_figu
         data[name][1, 1:] = np.nan
         data[name][2] = np.nan
     write_monitored(tmp_path / "two", data)
-    assert set(specs(page_without_figures(tmp_path / "two"))) == {
+    assert set(embedded_specs(page_without_figures(tmp_path / "two"))) == {
         "spec-score",
         "spec-distance",
         "spec-values",
@@ -566,7 +566,7 @@ def test_runs_with_few_or_missing_steps_are_reported(tmp_path, page_without_figu
     write_monitored(
         tmp_path / "score", monitored_runs(("only",), 1).drop_vars(["latent", "distance", "values", "clean_values"])
     )
-    assert set(specs(page_without_figures(tmp_path / "score"))) == {"spec-score"}
+    assert set(embedded_specs(page_without_figures(tmp_path / "score"))) == {"spec-score"}
 
 
 def test_a_monitored_folder_without_series_has_a_verdict(tmp_path, page_without_figures):
@@ -575,7 +575,7 @@ def test_a_monitored_folder_without_series_has_a_verdict(tmp_path, page_without_
     (tmp_path / "runs" / "alarms.csv").unlink()
     page = page_without_figures(tmp_path / "runs")
     assert lead_text(page).startswith("No alarm in 3 runs.")
-    assert not specs(page)
+    assert not embedded_specs(page)
 
 
 def test_a_folder_of_neither_kind_is_refused(tmp_path):

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pandas as pd
 import pytest
-from synthetic_runs import dataset, grid, tables
+from synthetic_runs import condition_table, dataset, metric_tables
 
 from jaxaudit.analysis.run_reader import Run
 from jaxaudit.report import line_panels
@@ -13,7 +13,7 @@ from jaxaudit.report.outcomes import DIFFERENCE, CostTests, _paired_differences,
 from jaxaudit.report.verdict import verdict
 
 KINDS = 40
-CONDITIONS = grid({f"kind_{i}": ("data", (1.0, 2.0), 1.0) for i in range(KINDS // 2)}, duration=1)
+CONDITIONS = condition_table({f"kind_{i}": ("data", (1.0, 2.0), 1.0) for i in range(KINDS // 2)}, duration=1)
 NAMES = [str(name) for name in CONDITIONS.condition[1:]]
 
 
@@ -24,17 +24,17 @@ def run_of(final, summary=None):
     performance[..., :120] = performance[:, :1, :120]
     performance[..., -1] = final
     data = dataset(CONDITIONS.assign(onset=120), performance.astype(np.float32), ())
-    metrics, computed_summary = tables(CONDITIONS.assign(onset=120), performance.astype(np.float32), 200)
+    metrics, computed_summary = metric_tables(CONDITIONS.assign(onset=120), performance.astype(np.float32), 200)
     return Run(None, {}, "", {}, data, metrics, computed_summary if summary is None else summary)
 
 
 def test_final_performance_is_paired_with_the_control_by_onset_and_seed():
     """Seeds and the controls of two onsets differ much, while the differences are the same for all seeds."""
-    conditions = grid({"lr_spike": ("optimization", (3.0, 10.0), 14.0)}, onsets=(80, 120))
+    conditions = condition_table({"lr_spike": ("optimization", (3.0, 10.0), 14.0)}, onsets=(80, 120))
     final = 100.0 * np.arange(1, 9)[:, None] + np.array([0, -1, -2, 50, 47, 46])
     performance = np.random.default_rng(0).uniform(399, 401, (8, 6, 200)).astype(np.float32)
     performance[..., -1] = final
-    metrics, summary = tables(conditions, performance, 200)
+    metrics, summary = metric_tables(conditions, performance, 200)
     for end in ("", "_low", "_high"):
         np.testing.assert_allclose(summary[DIFFERENCE + end], [0, -1, -2, 0, -3, -4])
     run = Run(None, {}, "", {}, dataset(conditions, performance, ()), metrics, summary)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 import pytest
-from parameters import some_of
-from synthetic_runs import dataset, grid, write
+from parameters import partly_exhaustive
+from synthetic_runs import condition_table, dataset, write_run
 
 import jaxaudit as ja
 from jaxaudit.analysis import results, statistics
@@ -30,7 +30,7 @@ KINDS = {"lr_spike": ("optimization", (3.0, 10.0), 14.0), "weight_noise": ("para
 @functools.cache
 def steady_lanes(seeds, kinds):
     """Telemetry of lanes that do not collapse, and their metrics."""
-    conditions = grid(dict(kinds), onsets=(ONSET,), duration=1)
+    conditions = condition_table(dict(kinds), onsets=(ONSET,), duration=1)
     performance = np.random.default_rng(0).uniform(399, 401, (seeds, len(conditions), STEPS)).astype(np.float32)
     data = dataset(conditions, performance, ())
     return data, results.lane_metrics(data, MetricSettings())
@@ -133,7 +133,7 @@ def test_seeds_that_are_nan_on_either_side_are_missing():
 # Counts and sentences
 
 
-@pytest.mark.parametrize("number", some_of(20, of=200))
+@pytest.mark.parametrize("number", partly_exhaustive(20, total=200))
 def test_the_verdict_agrees_with_counts_of_pairs(number):
     rng = np.random.default_rng(number)
     seeds, conditions = int(rng.integers(2, 12)), 6
@@ -171,7 +171,7 @@ def _pairs(times):
     return [np.stack([times[:, c], times[:, 0]]) for c in range(times.shape[1])]
 
 
-@pytest.mark.parametrize("number", some_of(10, of=40))
+@pytest.mark.parametrize("number", partly_exhaustive(10, total=40))
 def test_without_collapsed_controls_pairs_change_nothing(number):
     """Numbers and sentences are the same for a summary with and without the columns of pairs."""
     rng = np.random.default_rng(number)
@@ -234,7 +234,7 @@ def test_the_lead_counts_perturbations_and_spared_seeds():
 
 def test_the_lead_names_the_first_onset_of_equal_counts():
     """A control whose J is not finite from step 70 on has already collapsed at the later onset."""
-    conditions = grid({"weight_noise": ("parametric", (0.1, 1.0), 1.0)}, onsets=(60, 120), duration=1)
+    conditions = condition_table({"weight_noise": ("parametric", (0.1, 1.0), 1.0)}, onsets=(60, 120), duration=1)
     performance = np.random.default_rng(0).uniform(399, 401, (4, len(conditions), STEPS)).astype(np.float32)
     performance[:2, :, 70:] = np.nan
     data = dataset(conditions, performance, ())
@@ -372,11 +372,11 @@ def test_lanes_are_paired_with_controls_of_the_same_onset():
 
 
 def test_summaries_of_earlier_versions_get_the_excess_columns(tmp_path):
-    conditions = grid(KINDS, duration=1)
+    conditions = condition_table(KINDS, duration=1)
     performance = 400 + np.random.default_rng(0).normal(size=(6, len(conditions), 400))
     performance[:3, :, 150:] -= 300
     performance[4:, 2, 150:] -= 300
-    write(tmp_path, conditions, performance=performance.astype(np.float32))
+    write_run(tmp_path, conditions, performance=performance.astype(np.float32))
     summary = load(tmp_path).summary
     assert list(summary["excess_collapse_lost"]) == [0, 0, 2, 0, 0, 0]
     path = tmp_path / "summary.csv"
@@ -400,14 +400,14 @@ def test_collapsed_controls_are_not_clean_lanes(tmp_path):
     """A seed whose control collapses in one of two runs is clean in neither."""
     folders = []
     for number, onset in enumerate((120, 300)):
-        conditions = grid(KINDS, onsets=(onset,), duration=1)
+        conditions = condition_table(KINDS, onsets=(onset,), duration=1)
         performance = 400 + np.random.default_rng(0).normal(size=(6, len(conditions), 400))
         if number:
             performance[2, :, 350:] -= 300
         else:
             performance[:2, :, 150:] -= 300
         folders.append(tmp_path / f"run{number}")
-        write(folders[-1], conditions, performance=performance.astype(np.float32))
+        write_run(folders[-1], conditions, performance=performance.astype(np.float32))
     (lanes,) = load_lanes(folders)
     assert lanes.collapsing == 3
     assert set(lanes.table.seed[lanes.table.clean]) == set(load(folders[0]).telemetry.seed.values[3:].tolist())

@@ -8,7 +8,16 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 import xarray as xr
-from synthetic_runs import CHANNELS, KINDS, dataset, grid, outside_scripts, simulate, specs, write
+from synthetic_runs import (
+    CHANNELS,
+    KINDS,
+    condition_table,
+    dataset,
+    embedded_specs,
+    simulate,
+    without_scripts,
+    write_run,
+)
 
 from jaxaudit import report
 from jaxaudit.analysis.run_reader import load
@@ -28,20 +37,20 @@ def without_figure_files(monkeypatch):
 @pytest.fixture(scope="module")
 def typical_report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "typical"
-    performance = simulate(grid(), 8, 400)
+    performance = simulate(condition_table(), 8, 400)
     performance[0, 7, 300:] = np.nan
-    metrics, summary = write(folder, grid(), performance=performance, channels=CHANNELS)
+    metrics, summary = write_run(folder, condition_table(), performance=performance, channels=CHANNELS)
     path = report.build(folder)
     return folder, path.read_text(), metrics, summary
 
 
 def test_the_page_loads_nothing(typical_report):
     _, page, *_ = typical_report
-    text = outside_scripts(page)
+    text = without_scripts(page)
     assert not re.search(r"""(src|href|action|data|poster)\s*=\s*["']?\s*(https?:)?//""", text)
     assert not re.search(r"@import|url\(", text)
     assert "default-src 'none'" in page
-    for spec in specs(page).values():
+    for spec in embedded_specs(page).values():
         assert '"url"' not in json.dumps(spec)
         assert '"href"' not in json.dumps(spec)
     assert re.findall(r"<script[^>]*\bsrc\b", page) == []
@@ -60,19 +69,22 @@ def test_figures_are_valid_files(typical_report):
 
 def test_selected_lines_are_opaque_and_rules_show_under_the_pointer(typical_report):
     _, page, *_ = typical_report
-    panel = specs(page)["spec-performance"]["concat"][0]
+    panel = embedded_specs(page)["spec-performance"]["concat"][0]
     opacities = {}
     for layer in panel["layer"]:
         if opacity := layer["encoding"].get("opacity"):
             (active,) = opacity["condition"]
             opacities[layer.get("name", layer["mark"]["type"]).split("_")[0]] = active["value"], opacity["value"]
     assert opacities == {"area": (0.16, 0.02), "lines": (1.0, 0.08), "point": (1.0, 0.08), "rules": (0.25, 0.0)}
-    assert {param["name"].split("_")[0] for param in specs(page)["spec-performance"]["params"]} >= {"hover", "pick"}
+    assert {param["name"].split("_")[0] for param in embedded_specs(page)["spec-performance"]["params"]} >= {
+        "hover",
+        "pick",
+    }
 
 
 def test_channel_panels_share_a_legend_and_performance_panels_do_not(typical_report):
     _, page, *_ = typical_report
-    figures = specs(page)
+    figures = embedded_specs(page)
     channels = [name for name in figures if name.startswith("spec-channels")]
     assert channels
     for name, legend in [("spec-performance", "independent"), *((name, "shared") for name in channels)]:
@@ -107,9 +119,9 @@ def test_numbers_equal_the_tables(typical_report):
 
 def test_lines_and_bands_are_quantiles_over_seeds(typical_report):
     _, page, *_ = typical_report
-    conditions = grid()
+    conditions = condition_table()
     performance = simulate(conditions, 8, 400)
-    spec = specs(page)["spec-performance"]
+    spec = embedded_specs(page)["spec-performance"]
     csv = next(text for text in spec["datasets"].values() if isinstance(text, str) and ",m3,100," in text)
     rows = [line.split(",") for line in csv.splitlines()[1:]]
     strongest = {int(r[0]): [float(v) for v in r[3:6]] for r in rows if r[1] == "m3"}
@@ -122,11 +134,11 @@ def test_lines_and_bands_are_quantiles_over_seeds(typical_report):
 
 
 def test_conditions_without_any_effect_are_reported(tmp_path):
-    conditions = grid()
+    conditions = condition_table()
     performance = simulate(conditions, 5, 400)
     disturbed = conditions.index[conditions.perturbation != "control"]
     performance[:, disturbed[0]] = performance[:, conditions.index[conditions.perturbation == "control"][0]]
-    write(tmp_path, conditions, performance=performance, channels=CHANNELS)
+    write_run(tmp_path, conditions, performance=performance, channels=CHANNELS)
     run = load(tmp_path)
     assert not _without_effect(run), "the other channels differ"
     selected = run.telemetry[["performance", "layer_gradient_norm", "evaluation_return"]]
@@ -152,7 +164,9 @@ def test_the_verdict_names_the_harmful_perturbations(typical_report):
 
 def collapses(*times):
     """Conditions and performance of lanes which collapse at these steps (None: never), at magnitudes 1, 3, ..."""
-    conditions = grid({"weight_noise": ("parametric", tuple(3.0**i for i in range(len(times))), 1.0)}, duration=1)
+    conditions = condition_table(
+        {"weight_noise": ("parametric", tuple(3.0**i for i in range(len(times))), 1.0)}, duration=1
+    )
     performance = 400 + np.random.default_rng(0).normal(size=(len(times[0]), len(conditions), 400))
     performance[:] = performance[:, :1]
     for condition, of_seeds in enumerate(times, 1):
@@ -163,7 +177,7 @@ def collapses(*times):
 
 def verdict_of(folder, *times):
     conditions, performance = collapses(*times)
-    write(folder, conditions, performance=performance)
+    write_run(folder, conditions, performance=performance)
     page = report.build(folder).read_text()
     return re.sub(r"<.*?>", "", re.search(r'<ul class="verdict">(.*?)</ul>', page, re.S).group(1)), page
 
@@ -188,9 +202,9 @@ def test_an_absent_critical_magnitude_has_a_bound_and_a_reason(tmp_path, without
 @pytest.mark.exhaustive
 def test_a_trend_before_the_onset_is_reported(tmp_path, without_figure_files):
     conditions, performance = collapses([None] * 6)
-    write(tmp_path / "steady", conditions, performance=performance)
+    write_run(tmp_path / "steady", conditions, performance=performance)
     performance += np.arange(400, dtype=np.float32)
-    write(tmp_path / "rising", conditions, performance=performance)
+    write_run(tmp_path / "rising", conditions, performance=performance)
     warning = "In the 50 steps before step 120 performance was itself rising or falling"
     assert warning not in report.build(tmp_path / "steady").read_text()
     assert warning in report.build(tmp_path / "rising").read_text()
@@ -206,10 +220,10 @@ def test_with_few_seeds_performance_is_not_tested(tmp_path, without_figure_files
 
 @pytest.mark.exhaustive
 def test_targets_of_a_perturbation_have_separate_panels(tmp_path, without_figure_files):
-    conditions = grid({"weight_noise": ("parametric", (1.0, 1.0), 9.0)})
+    conditions = condition_table({"weight_noise": ("parametric", (1.0, 1.0), 9.0)})
     conditions["target"] = ["", "actor", "critic"]
     conditions["condition"] = ["control", "a", "b"]
-    write(tmp_path, conditions, seeds=2)
+    write_run(tmp_path, conditions, seeds=2)
     page = report.build(tmp_path).read_text()
     assert "weight_noise of actor" in page
     assert "weight_noise of critic" in page
@@ -218,12 +232,12 @@ def test_targets_of_a_perturbation_have_separate_panels(tmp_path, without_figure
 @pytest.mark.exhaustive
 def test_hostile_text_is_harmless(tmp_path):
     evil = '<script>alert("x")</script>'
-    conditions = grid({f"{evil},\n'": ("data", (1.0, 2.0), 1.5)})
-    write(tmp_path / "run", conditions, seeds=2, name=evil)
+    conditions = condition_table({f"{evil},\n'": ("data", (1.0, 2.0), 1.5)})
+    write_run(tmp_path / "run", conditions, seeds=2, name=evil)
     page = report.build(tmp_path / "run").read_text()
     assert "<script>alert" not in page
     assert "&lt;script&gt;alert" in page
-    assert len(re.findall(r"<script\b", outside_scripts(page))) == 0
+    assert len(re.findall(r"<script\b", without_scripts(page))) == 0
     for path in (tmp_path / "run" / "figures").iterdir():
         assert "<" not in path.name
         if path.suffix == ".svg":
@@ -232,51 +246,53 @@ def test_hostile_text_is_harmless(tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_run_of_one_condition_and_one_seed(tmp_path):
-    write(tmp_path, grid({"lr_spike": ("optimization", (10.0,), 14.0)}), seeds=1)
+    write_run(tmp_path, condition_table({"lr_spike": ("optimization", (10.0,), 14.0)}), seeds=1)
     page = report.build(tmp_path).read_text()
     assert "One seed" in page
     assert 'id="dose"' not in page
-    assert "nan" not in outside_scripts(page).lower()
+    assert "nan" not in without_scripts(page).lower()
 
 
 @pytest.mark.exhaustive
 def test_a_run_of_the_control_only(tmp_path):
-    write(tmp_path, grid({}), seeds=3)
+    write_run(tmp_path, condition_table({}), seeds=3)
     page = report.build(tmp_path).read_text()
     assert "Only the undisturbed control was run" in page
-    assert set(specs(page)) == {"spec-performance"}
+    assert set(embedded_specs(page)) == {"spec-performance"}
 
 
 @pytest.mark.exhaustive
 def test_unusual_magnitudes_and_non_finite_values(tmp_path):
-    conditions = grid({"gradient_scale": ("optimization", (-0.2, 0.0, 0.2), 9.0), "a+b": ("signal", (np.nan,), 1.0)})
+    conditions = condition_table(
+        {"gradient_scale": ("optimization", (-0.2, 0.0, 0.2), 9.0), "a+b": ("signal", (np.nan,), 1.0)}
+    )
     performance = simulate(conditions, 3, 400, offset=-2000.0)
     performance[:, 1, 150:] = np.nan
     performance[0, 2, 130:] = np.inf
     performance[:, 3, 140:] *= 1e9
-    write(tmp_path, conditions, performance=performance, channels=("x_grad", "x_mem"))
+    write_run(tmp_path, conditions, performance=performance, channels=("x_grad", "x_mem"))
     telemetry = xr.load_dataset(tmp_path / "telemetry.zarr", engine="zarr")
     telemetry["x_mem"][:] = np.nan
     telemetry["x_grad"][:, 1:] = np.nan
     telemetry.to_zarr(tmp_path / "telemetry.zarr", mode="w")
     page = report.build(tmp_path).read_text()
-    spec = specs(page)["spec-performance"]
+    spec = embedded_specs(page)["spec-performance"]
     csv = next(text for text in spec["datasets"].values() if isinstance(text, str) and ",m0,-0.2," in text)
     lost = [line for line in csv.splitlines() if line.endswith(",1")]
     assert [line.split(",")[0] for line in lost] == ["149"]
     assert "magnitudes are not all positive" in page
     assert "a+b nan" in page
     assert "leaves out extreme values" in page
-    assert "x_mem" not in json.dumps(specs(page)["spec-channels-1"])
+    assert "x_mem" not in json.dumps(embedded_specs(page)["spec-channels-1"])
 
 
 @pytest.mark.exhaustive
 def test_an_interrupted_run_with_several_onsets(tmp_path):
-    conditions = grid({"lr_spike": KINDS["lr_spike"]}, onsets=(120, 240))
+    conditions = condition_table({"lr_spike": KINDS["lr_spike"]}, onsets=(120, 240))
     performance = simulate(conditions, 4, 400)
     performance[..., 300:] = np.nan
     performance[:, conditions.onset == 240, 200:] = np.nan
-    write(tmp_path, conditions, performance=performance, status="interrupted")
+    write_run(tmp_path, conditions, performance=performance, status="interrupted")
     page = report.build(tmp_path).read_text()
     banner = re.search(r'class="banner" role="status">(.*?)</p>', page).group(1)
     assert "interrupted" in banner
@@ -290,7 +306,7 @@ def test_an_interrupted_run_with_several_onsets(tmp_path):
 def test_runs_without_tables_or_telemetry(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"telemetry\.zarr"):
         report.build(tmp_path)
-    conditions = grid({"lr_spike": KINDS["lr_spike"]})
+    conditions = condition_table({"lr_spike": KINDS["lr_spike"]})
     performance = simulate(conditions, 2, 60)
     dataset(conditions.assign(onset=20), performance, ()).to_zarr(tmp_path / "telemetry.zarr")
     page = report.build(tmp_path).read_text()
@@ -304,13 +320,13 @@ def test_runs_without_tables_or_telemetry(tmp_path):
 @pytest.mark.exhaustive
 def test_the_page_of_a_large_grid_stays_small(tmp_path, without_figure_files):
     kinds = {f"kind_{i}": ("data", (0.1, 0.2, 0.4, 0.8), 0.3) for i in range(10)}
-    write(tmp_path, grid(kinds), steps=500, channels=CHANNELS)
+    write_run(tmp_path, condition_table(kinds), steps=500, channels=CHANNELS)
     size = report.build(tmp_path).stat().st_size
     assert size < 6e6
 
 
 def test_a_report_is_reproducible(tmp_path):
-    write(tmp_path, grid({"lr_spike": ("optimization", (3.0, 30.0), 14.0)}), seeds=2)
+    write_run(tmp_path, condition_table({"lr_spike": ("optimization", (3.0, 30.0), 14.0)}), seeds=2)
     files = [report.build(tmp_path), tmp_path / "figures" / "performance.png"]
     first = [path.read_bytes() for path in files]
     report.build(tmp_path)
@@ -347,7 +363,7 @@ def test_the_axis_leaves_out_only_extreme_values():
 
 
 def test_of_many_panels_the_most_harmful_are_drawn(tmp_path):
-    conditions = grid(onsets=(100, 120, 140, 160))
+    conditions = condition_table(onsets=(100, 120, 140, 160))
     rng = np.random.default_rng(0)
     performance = np.full((8, len(conditions), 400), 1.0, np.float32) + rng.normal(size=(8, 1, 400)).astype(np.float32)
     harmful = [
@@ -356,7 +372,7 @@ def test_of_many_panels_the_most_harmful_are_drawn(tmp_path):
         if (row.perturbation, row.onset) in {("weight_noise", 160), ("lr_spike", 100), ("reward_flip", 120)}
     ]
     performance[:, harmful, 170:] = -1e3
-    write(tmp_path, conditions, performance=performance)
+    write_run(tmp_path, conditions, performance=performance)
     run = load(tmp_path)
     groups = line_panels.panels(run)
     selected = outcomes.most_harmful(run, groups, limit=3)
@@ -377,8 +393,8 @@ def test_of_many_panels_the_most_harmful_are_drawn(tmp_path):
 @pytest.mark.exhaustive
 def test_of_many_magnitudes_a_selection_with_both_ends_is_drawn(tmp_path):
     magnitudes = tuple(float(m) for m in range(1, 41))
-    conditions = grid({"lr_spike": ("optimization", magnitudes, 20.0)})
-    write(tmp_path, conditions, seeds=2)
+    conditions = condition_table({"lr_spike": ("optimization", magnitudes, 20.0)})
+    write_run(tmp_path, conditions, seeds=2)
     (panel,) = line_panels.panels(load(tmp_path))
     reduced = outcomes.with_fewer_lines(panel)
     assert len(reduced.disturbed) == outcomes.MAX_LINES
@@ -393,7 +409,7 @@ def test_of_many_magnitudes_a_selection_with_both_ends_is_drawn(tmp_path):
 @pytest.mark.parametrize(("count", "side_by_side", "intervals"), [(3, 2, True), (8, 1, True), (20, 1, False)])
 def test_cells_show_intervals_only_if_they_are_wide_enough(count, side_by_side, intervals, tmp_path):
     magnitudes = tuple(float(m) for m in range(1, count + 1))
-    write(tmp_path, grid({"lr_spike": ("optimization", magnitudes, 20.0)}))
+    write_run(tmp_path, condition_table({"lr_spike": ("optimization", magnitudes, 20.0)}))
     run = load(tmp_path)
     spec = collapse_map(run, line_panels.panels(run)).spec
     layout = spec["usermeta"]["panel"]

@@ -7,8 +7,8 @@ from typing import get_type_hints
 
 import jax
 import pytest
-from places import DATA
-from refusals import refusal
+from cli_errors import cli_error
+from directories import DATA
 
 from jaxaudit.cli import main as cli
 from jaxaudit.cli import printing as listing
@@ -197,7 +197,7 @@ def test_a_wrong_spec_is_refused_in_one_sentence(case, capsys):
         model = gpt2.GPT2(10, 16, gpt2.SIZES["micro"])
         gpt2_checkpoint.save(Path("checkpoint"), gpt2.init_params(model, jax.random.key(0)), model)
     Path("spec.toml").write_text(VALID_SPEC.replace(old, new, 1), encoding="utf-8")
-    sentence = refusal(capsys, "run", "spec.toml", "-o", "out")
+    sentence = cli_error(capsys, "run", "spec.toml", "-o", "out")
     assert sentence.startswith("jaxaudit: spec.toml")
     assert message in sentence
 
@@ -277,4 +277,4 @@ def test_the_packaged_specs_are_valid(capsys):
     assert (spec.learner.kind, spec.task.name, spec.audit.seeds, spec.audit.steps) == ("grpo", "hop", 8, 100)
     assert cli.main(["quickstart", "--print-spec"]) == 0
     assert parse(capsys.readouterr().out).learner.kind == "ppo"
-    assert "invalid choice: 'ppo'" in refusal(capsys, "quickstart", "ppo")
+    assert "invalid choice: 'ppo'" in cli_error(capsys, "quickstart", "ppo")

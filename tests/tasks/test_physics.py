@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from cli_errors import folder_digests
 from quadratic import quadratic
-from refusals import contents
-from small_runs import FEW, one_sentence
-from worker_runs import Calls
+from small_runs import SHORT_SPEC, error_sentence
+from worker_runs import InProcessBackend
 
 from jaxaudit.core.task_kinds import Simulated, resolved
 from jaxaudit.monitoring.labelled_lanes import group_key
@@ -34,13 +34,13 @@ NAME_LINE = 'name = "InvertedPendulum-v5"'
 
 
 def spec_of(physics):
-    return FEW.replace(NAME_LINE, f'{NAME_LINE}\nphysics = "{physics}"')
+    return SHORT_SPEC.replace(NAME_LINE, f'{NAME_LINE}\nphysics = "{physics}"')
 
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished") / "run"
-    durable.run(parse(FEW), folder)
+    durable.run(parse(SHORT_SPEC), folder)
     return folder
 
 
@@ -55,7 +55,7 @@ def untrained_run(tmp_path, monkeypatch):
     """Creates a run of which nothing is trained yet, and returns its folder."""
     with monkeypatch.context() as patch:
         patch.setattr(durable, "_execute", lambda *arguments: None)
-        durable.run(parse(FEW), tmp_path / "begun")
+        durable.run(parse(SHORT_SPEC), tmp_path / "begun")
     return tmp_path / "begun"
 
 
@@ -115,7 +115,7 @@ def test_auto_physics_is_resolved_by_platform():
 def test_a_run_stores_the_engine_that_trains_it(finished_run, recorded_tasks, tmp_path, monkeypatch):
     assert stored_physics(finished_run) == "c"
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    durable.run(parse(FEW), tmp_path / "run")
+    durable.run(parse(SHORT_SPEC), tmp_path / "run")
     assert stored_physics(tmp_path / "run") == "mjx"
     assert {task.physics for task in recorded_tasks} == {"mjx"}
 
@@ -123,7 +123,7 @@ def test_a_run_stores_the_engine_that_trains_it(finished_run, recorded_tasks, tm
 @pytest.fixture
 def gpu_workers(monkeypatch):
     """Returns a backend whose workers run in this process, where JAX reports GPUs while they work."""
-    backend = Calls()
+    backend = InProcessBackend()
 
     def with_gpu(function):
         def call(*arguments, **keywords):
@@ -133,7 +133,7 @@ def gpu_workers(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(durable, "open_backend", backend.opened)
+    monkeypatch.setattr(durable, "open_backend", backend.open_backend)
     monkeypatch.setattr(durable, "begin", with_gpu(durable.begin))
     monkeypatch.setattr(workers, "train_batch", with_gpu(workers.train_batch))
     return backend
@@ -141,8 +141,8 @@ def gpu_workers(monkeypatch):
 
 @pytest.mark.exhaustive
 def test_workers_choose_the_engine_and_not_the_driver(recorded_tasks, gpu_workers, tmp_path):
-    durable.run(parse(FEW), tmp_path / "run", gpu_workers)
-    assert [call for call, _ in gpu_workers.made][:2] == ["jaxaudit.runs.lifecycle:begin", workers.TRAIN_BATCH]
+    durable.run(parse(SHORT_SPEC), tmp_path / "run", gpu_workers)
+    assert [call for call, _ in gpu_workers.submitted][:2] == ["jaxaudit.runs.lifecycle:begin", workers.TRAIN_BATCH]
     assert jax.default_backend() == "cpu"
     assert stored_physics(tmp_path / "run") == "mjx"
     assert {task.physics for task in recorded_tasks} == {"mjx"}
@@ -167,21 +167,21 @@ def test_a_stored_auto_is_resolved_by_the_recorded_device(copied_run, capsys):
 
 @pytest.mark.parametrize("stored", ["c", "auto"])
 @pytest.mark.parametrize("command", ["resume", "fork", "replay", "margin"])
-def test_a_run_with_c_physics_is_refused_on_gpus(stored, command, copied_run, here, gpu_backend):
+def test_a_run_with_c_physics_is_refused_on_gpus(stored, command, copied_run, run_cli, gpu_backend):
     rewrite_stored_physics(copied_run, stored)
     if command == "resume":
         Folder(copied_run).update_environment(status="interrupted")
-    before = contents(copied_run)
-    (copied_run.parent / "spec.toml").write_text(FEW)
+    before = folder_digests(copied_run)
+    (copied_run.parent / "spec.toml").write_text(SHORT_SPEC)
     arguments = [copied_run.parent / "spec.toml", "-o", copied_run.parent / "fork"] if command == "fork" else []
-    done = here(command, copied_run, *arguments)
+    done = run_cli(command, copied_run, *arguments)
     words = (
         "was begun with physics 'c' and needs it, and here, where JAX runs on 'gpu', physics would be 'mjx': ",
         "set JAX_PLATFORMS=cpu",
         "or run its spec again in another folder",
     )
-    one_sentence(done, 2, *words)
-    assert contents(copied_run) == before
+    error_sentence(done, 2, *words)
+    assert folder_digests(copied_run) == before
     assert {path.name for path in copied_run.parent.iterdir()} == {"run", "spec.toml"}
 
 
@@ -197,7 +197,7 @@ def test_a_run_with_mjx_resumes_and_replays_without_gpus(stored, untrained_run, 
 
 def test_a_fork_keeps_the_engine_of_its_run(copied_run, tmp_path):
     rewrite_stored_physics(copied_run, "mjx", "NVIDIA H200")
-    durable.fork(copied_run, parse(FEW), tmp_path / "fork")
+    durable.fork(copied_run, parse(SHORT_SPEC), tmp_path / "fork")
     assert stored_physics(tmp_path / "fork") == "mjx"
     with pytest.raises(UserError, match=r"must keep the run's task \(physics 'mjx', not 'c'\)$"):
         durable.fork(copied_run, parse(spec_of("c")), tmp_path / "other")
@@ -216,7 +216,7 @@ def test_a_run_with_stored_auto_is_forked_with_its_engine(copied_run, tmp_path):
 
 def test_a_run_like_another_keeps_its_engine(copied_run, tmp_path):
     rewrite_stored_physics(copied_run, "mjx", "NVIDIA H200")
-    durable.run(parse(FEW), tmp_path / "again", like=copied_run)
+    durable.run(parse(SHORT_SPEC), tmp_path / "again", like=copied_run)
     assert stored_physics(tmp_path / "again") == "mjx"
     with pytest.raises(UserError, match=r"to take the plan of .*run, the spec must keep its task \(physics 'mjx', not"):
         durable.run(parse(spec_of("c")), tmp_path / "other", like=copied_run)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from places import DATA
+from directories import DATA
 
 from jaxaudit.learners.language_model import draw_sequences, evenly_spaced
 from jaxaudit.text import Text, corpus, load, tokenizers
