@@ -54,6 +54,9 @@ from jaxaudit.spec.sections import AuditSpec, RunSpec
 DOCS = Path(__file__).resolve().parents[1]
 REPOSITORY = DOCS.parent
 
+LONGEST_KEY_IN_TABLE = 24
+"""The most characters of a key that leave room for its type, default and meaning beside it."""
+
 MODULES = tuple(jaxaudit._MODULES)
 """The public modules."""
 
@@ -115,7 +118,13 @@ def _section_keys(section: str, name: str) -> list[Key]:
 
 
 def keys_table(keys: Iterable[Key]) -> Iterator[str]:
-    """Yields a table of keys."""
+    """Yields a table of keys, or a list of definitions where a name leaves no room for the other columns."""
+    keys = list(keys)
+    if max(len(key.name) for key in keys) > LONGEST_KEY_IN_TABLE:
+        for key in keys:
+            default = _default(key) if key.default_text in ("required", "none") else f"default {_default(key)}"
+            yield from (f"`{key.name}` ({key.type_text}, {default})", f": {key.meaning}", "")
+        return
     rows = ([f"`{key.name}`", key.type_text, _default(key), key.meaning] for key in keys)
     yield from table(["Key", "Type", "Default", "Meaning"], rows)
 
