@@ -19,9 +19,11 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "sphinx_design",
+    "jaxaudit_reference",
 ]
 exclude_patterns = ["_build", "_generated", "README.md"]
 nitpicky = False
+default_role = "code"  # what docstrings put between single backquotes
 
 html_theme = "sphinx_book_theme"
 html_title = "jaxaudit"
@@ -50,3 +52,6 @@ os.environ["TQDM_DISABLE"] = "1"
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 napoleon_numpy_docstring = False
+napoleon_custom_sections = [("Attributes", "params_style")]  # the attributes of dataclasses are their arguments
+autodoc_typehints_description_target = "documented"
+toc_object_entries_show_parents = "hide"

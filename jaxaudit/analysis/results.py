@@ -248,7 +248,7 @@ class Result:
 
     @cached_property
     def summary(self) -> pd.DataFrame:
-        """The table of `summary_table`: one row for every condition, with intervals."""
+        """The table of `summary_table`, with one row for every condition, with intervals."""
         return summary_table(self.lanes, self.telemetry.sizes["step"])
 
     def critical_magnitude(

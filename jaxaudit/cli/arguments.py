@@ -32,6 +32,7 @@ COMMANDS = {
     "monitor": "score logs of training runs with a monitor that is fitted to earlier runs",
     "read": "show how logs are read: their steps, runs, restarts and channels, and what is skipped",
     "list": "list the names that a spec can use",
+    "schema": "print a JSON schema of specs, with which editors check and complete them",
 }
 
 

@@ -338,6 +338,16 @@ def _list(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _schema(arguments: argparse.Namespace) -> int:
+    use_cpu_only()
+    import json
+
+    from jaxaudit.runs.variants.schema import schema
+
+    print(json.dumps(schema(), indent=1, allow_nan=False))
+    return 0
+
+
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "quickstart": _quickstart,
     "run": _run,
@@ -353,6 +363,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "monitor": _monitor,
     "read": _read,
     "list": _list,
+    "schema": _schema,
 }
 
 

@@ -80,7 +80,7 @@ class Calculator(Split):
       difficulty: The number of digits of both numbers is uniform over 1 to `difficulty`; a fraction mixes the two
         adjacent difficulties.
       digits: The highest difficulty, at most 4.
-      operators: The operators of the prompts, some of "+-*".
+      operators: The operators of the prompts, some of `+-*`.
       head: The largest number of digits for which right demonstrations answer without a call.
       rare_share: The share of digits for which a row's tool writes a rare token with the same meaning.
       length: The number of slots of a row.

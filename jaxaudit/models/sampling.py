@@ -307,7 +307,7 @@ def generate(
     greedy: bool = False,
     end: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Continues prompts, each from its own end, by sampling or greedy decoding.
+    """Continues prompts, each from its own end, by sampling or greedy decoding::
 
         model = GPT2(50257, 1024, gpt2.SIZES["124m"])
         params = gpt2_checkpoint.load("gpt2", model)
@@ -325,9 +325,8 @@ def generate(
       end: the token after which a row is finished, which is part of the row. None means that there is none.
 
     Returns:
-      tokens: int32 `[N, P + tokens]`, with `PADDING` after a row's last token.
-      log_probability: log-probability of the sampled tokens at the temperature, before truncation: float32
-        `[N, P + tokens]`, 0 elsewhere.
+      The tokens, int32 `[N, P + tokens]`, with `PADDING` after a row's last token; and the log-probability of the
+      sampled tokens at the temperature, before truncation, float32 `[N, P + tokens]`, 0 elsewhere.
 
     Raises:
       ValueError: `tokens` is below 1, or prompts have another shape, are empty, have unknown tokens, or do not fit into

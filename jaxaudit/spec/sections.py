@@ -306,7 +306,7 @@ class MonitorSpec:
     """The section [monitor]: the monitor that scores every lane, and raises the alarms that interventions wait for.
 
     Attributes:
-      file: The path of a file written by `Monitor.save`, relative to `folder` if it is not absolute.
+      file: The path of a file written by `Monitor.save`, absolute or relative to the spec's folder.
       alpha: The false-alarm rate per clean run.
       folder: The folder of the spec.
     """
