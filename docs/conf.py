@@ -48,6 +48,7 @@ nb_merge_streams = True
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["TQDM_DISABLE"] = "1"
+os.environ["PYTHONWARNINGS"] = "ignore::RuntimeWarning"  # of a fork for a command, from JAX in the kernel
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
