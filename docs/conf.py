@@ -27,7 +27,12 @@ default_role = "code"  # what docstrings put between single backquotes
 
 html_theme = "sphinx_book_theme"
 html_title = "jaxaudit"
-html_theme_options = {"show_toc_level": 2, "home_page_in_toc": False, "use_download_button": False}
+html_theme_options = {
+    "show_toc_level": 2,
+    "home_page_in_toc": False,
+    "use_download_button": False,
+    "navbar_persistent": [],
+}
 html_show_copyright = False
 html_static_path: list[str] = []
 

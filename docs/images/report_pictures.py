@@ -50,7 +50,9 @@ def picture(page: Path, part: str, height: int, out: Path) -> None:
         image = Image.open(shot).convert("RGB")
     background = Image.new("RGB", image.size, image.getpixel((0, 0)))
     left, top, right, bottom = ImageChops.difference(image, background).getbbox() or (0, 0, *image.size)
-    image = image.crop((max(left - MARGIN, 0), max(top - MARGIN, 0), right + MARGIN, min(bottom + MARGIN, image.height)))
+    image = image.crop(
+        (max(left - MARGIN, 0), max(top - MARGIN, 0), right + MARGIN, min(bottom + MARGIN, image.height))
+    )
     image.quantize(128).save(out, optimize=True)
     print(out.name, image.size, f"{out.stat().st_size / 1000:.0f} kB")
 

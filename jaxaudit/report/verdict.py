@@ -253,8 +253,9 @@ def _avoided_text(rows: pd.DataFrame, described: pd.Series) -> Markup:
     most = rows.loc[rows["avoided"].idxmax()]
     if not most["avoided"] > described["avoided"]:
         return Markup("")
-    return Markup(" At magnitude {}, {:.0f} of the seeds whose control collapses survive, the most of all.").format(
-        most["label"], most["avoided"]
+    verb = "survives" if most["avoided"] == 1 else "survive"
+    return Markup(" At magnitude {}, {:.0f} of the seeds whose control collapses {}, the most of all.").format(
+        most["label"], most["avoided"], verb
     )
 
 
