@@ -1,4 +1,4 @@
-"""Which learners each remedy fits, as REMEDIES.md says."""
+"""Which learners each remedy fits, as docs/remedies.md says."""
 
 import pytest
 
