@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
 import pandas as pd
 import xarray as xr
 
-from jaxaudit.analysis import metrics, statistics
+from jaxaudit.analysis import metrics, notebook_html, statistics
 from jaxaudit.analysis.datasets import DIMS, channel_cadence
 from jaxaudit.analysis.statistics.paired import ExcessColumns, excess_columns
 from jaxaudit.core.channel_names import ACTED, ACTING, PERFORMANCE
 from jaxaudit.runtime import registry
+
+if TYPE_CHECKING:
+    import altair
+
+
+FEWEST_SEEDS = 5
+"""The fewest seeds with which estimates other than shares have intervals."""
 
 
 def lane_metrics(data: xr.Dataset, settings: metrics.MetricSettings) -> xr.Dataset:
@@ -250,6 +258,53 @@ class Result:
     def summary(self) -> pd.DataFrame:
         """The table of `summary_table`, with one row for every condition, with intervals."""
         return summary_table(self.lanes, self.telemetry.sizes["step"])
+
+    @cached_property
+    def warnings(self) -> list[str]:
+        """What the reader of the tables has to know first, one sentence each: empty in most audits.
+
+        They name windows that the run is too short for, a performance that has gaps, seeds whose collapse is unknown,
+        seeds that collapse undisturbed, and too few seeds for intervals.
+        """
+        times, seeds = self.lanes["collapse_time"].values, self.telemetry.sizes["seed"]
+        sentences = [gaps] if (gaps := undeclared_gap_warning(self.telemetry)) else []
+        onsets, every = np.unique(self.lanes["onset"].values), channel_cadence(self.telemetry).every
+        for onset in onsets.tolist():
+            prefix = f"onset {onset}: " if len(onsets) > 1 else ""
+            sentences += [prefix + x for x in self.settings.validate(self.telemetry.sizes["step"], onset, every=every)]
+        if unknown := int(np.isnan(times).sum()):
+            reasons = re.findall(r"(?:^|; )collapse_time: ([^;]*)", "; ".join(np.unique(self.lanes["reason"].values)))
+            sentences.append(
+                f"for {unknown} of {times.size} lanes it is unknown whether they collapse: "
+                + "; ".join(dict.fromkeys(reasons))
+            )
+        for index in np.flatnonzero(self.lanes["perturbation"].values == "control"):
+            if collapsed := int(np.isfinite(times[:, index]).sum()):
+                name = self.lanes["condition"].values[index]
+                half = ", so there is no critical magnitude" if 2 * collapsed >= seeds else ""
+                sentences.append(f"{collapsed} of {seeds} seeds collapse undisturbed ({name}){half}")
+        if seeds == 1:
+            sentences.append("there is one seed, so there are no intervals")
+        elif seeds < FEWEST_SEEDS:
+            sentences.append(f"with fewer than {FEWEST_SEEDS} seeds, only shares have intervals")
+        return sentences
+
+    def _repr_html_(self) -> str:
+        return notebook_html.audit_html(self.telemetry, self.summary, self.warnings)
+
+    def plot(self, figure: Literal["performance", "map", "dose_response"] = "performance") -> altair.ConcatChart:
+        """Draws a figure as the page of a report has it.
+
+        Args:
+          figure: "performance": performance over steps, a panel for each perturbation and onset; "map": the share of
+            seeds that collapse under each condition; "dose_response": that share against the magnitude.
+
+        Raises:
+          ModuleNotFoundError: altair and vl-convert are not installed.
+          ValueError: there is no such figure, or nothing in this audit to draw in it.
+        """
+        draw = registry.plots["audit"]
+        return draw(self.telemetry, lane_table(self.lanes), self.summary, self.settings, figure)
 
     def critical_magnitude(
         self, perturbation: str, onset: int | None = None, target: str | None = None, *, standing: bool = False

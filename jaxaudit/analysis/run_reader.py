@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from jaxaudit.analysis.metrics import MetricSettings
 from jaxaudit.analysis.statistics.paired import excess_columns
 from jaxaudit.runtime import array_store
 from jaxaudit.runtime.errors import UserError
@@ -275,6 +276,19 @@ class Run:
         status = self.environment.get("status", "finished")
         complete = self.telemetry.sizes["step"] >= self.steps and bool((self.computed >= len(self.step)).all())
         return status == "finished" and complete
+
+
+def in_memory(telemetry: xr.Dataset, metrics: pd.DataFrame, summary: pd.DataFrame, settings: MetricSettings) -> Run:
+    """Returns a finished run that is not stored, from an audit's telemetry, tables and windows of the metrics."""
+    return Run(
+        folder=Path(),
+        spec={"metrics": asdict(settings)},
+        spec_text="",
+        environment={},
+        telemetry=telemetry,
+        metrics=metrics,
+        summary=_drop_intervals_of_one_seed(summary, telemetry.sizes["seed"]),
+    )
 
 
 def load(folder: Path) -> Run:

@@ -75,17 +75,24 @@ class Registry:
     def _load(self) -> None:
         if not self._complete:
             self._complete = True
-            for module in self._modules:
-                import_module(f"jaxaudit.{module}")
-            for point in entry_points(group=self._group):
-                entry = point.load()
-                if not isinstance(entry, ModuleType):
-                    self.register(point.name, entry)
-                elif point.name not in self._entries:
-                    raise ValueError(
-                        f"the entry point '{point.name}' of {self._group} is the module "
-                        f"{entry.__name__}, which registers no {self.kind} of that name"
-                    )
+            try:
+                self._import_all()
+            except BaseException:
+                self._complete = False  # the next look-up gives the same error, such as that of a missing package
+                raise
+
+    def _import_all(self) -> None:
+        for module in self._modules:
+            import_module(f"jaxaudit.{module}")
+        for point in entry_points(group=self._group):
+            entry = point.load()
+            if not isinstance(entry, ModuleType):
+                self.register(point.name, entry)
+            elif point.name not in self._entries:
+                raise ValueError(
+                    f"the entry point '{point.name}' of {self._group} is the module "
+                    f"{entry.__name__}, which registers no {self.kind} of that name"
+                )
 
 
 def unknown_name_message(kind: str, name: object, allowed: list[str]) -> str:
@@ -122,6 +129,11 @@ perturbations = Registry("perturbation", "perturbations")
 interventions = Registry("intervention", "perturbations")
 remedies = Registry("remedy", "remedies", plural="remedies")
 metrics = Registry("metric")
+plots = Registry("plot", "report.notebook")
+"""What draws results in notebooks, by the kind of result.
+
+`Result.plot` and `Margins.plot` find it here, because reports stand above what they draw and may not be imported by it.
+"""
 
 
 def register(kind: str, name: str) -> Callable[[Any], Any]:

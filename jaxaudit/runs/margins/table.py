@@ -6,14 +6,19 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from jaxaudit.analysis.notebook_html import TableCell, block_html, count, table_html
 from jaxaudit.analysis.statistics import FALLEN, seeds_for
 from jaxaudit.runs.margins.bisection import CONTROL, MarginEstimate, Probe, SearchConfig, estimate_margins
 from jaxaudit.runs.margins.directions import Direction
+from jaxaudit.runtime import registry
 from jaxaudit.runtime.registry import align_columns
+
+if TYPE_CHECKING:
+    import altair
 
 HEADINGS = ("perturbation", "standard", "margin", "interval", "safety factor", "seeds", "evaluations", "verdict")
 
@@ -130,6 +135,21 @@ class Margins:
     def __str__(self) -> str:
         rows = [_cells(estimate, row) for estimate, row in zip(self.estimates, self._rows, strict=True)]
         return "\n".join([*align_columns([HEADINGS, *rows]), "", *self.notes])
+
+    def _repr_html_(self) -> str:
+        rows = [[TableCell(text) for text in _cells(*pair)] for pair in zip(self.estimates, self._rows, strict=True)]
+        facts = ", ".join([count(len(rows), "perturbation"), count(len(self.seeds), "seed"), count(self.steps, "step")])
+        return block_html("Stability margins:", f"{facts}.", [], table_html(HEADINGS, rows), self.notes)
+
+    def plot(self) -> altair.ConcatChart:
+        """Draws the margin of each perturbation in multiples of its standard magnitude.
+
+        Each row has the seeds' thresholds, the margin with its interval, and the range of magnitudes that was searched.
+
+        Raises:
+          ModuleNotFoundError: altair and vl-convert are not installed.
+        """
+        return registry.plots["margins"](self)
 
     @property
     def notes(self) -> list[str]:
