@@ -3,6 +3,7 @@
 Results are bitwise equal where hardware and software are those of the run.
 """
 
+import re
 import tarfile
 
 import numpy as np
@@ -31,7 +32,13 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("old")
     with tarfile.open(DATA / "run-0.3.tar.gz") as archive:
         archive.extractall(folder)
-    return folder / "run-0.3"
+    runs = folder / "run-0.3"
+    # The stored spec has the absolute path that the checkpoint had where the run was made.
+    spec = runs / "grpo" / "spec.toml"
+    text, replacements = re.subn(r'checkpoint = "[^"]+/gpt2"', f'checkpoint = "{runs / "gpt2"}"', spec.read_text())
+    assert replacements == 1
+    spec.write_text(text)
+    return runs
 
 
 @pytest.fixture(autouse=True)
