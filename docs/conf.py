@@ -4,6 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+import jaxlib
+
 import jaxaudit
 
 sys.path.insert(0, str(Path(__file__).parent / "_extensions"))
@@ -52,6 +54,9 @@ nb_execution_timeout = 120
 nb_merge_streams = True
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # cells run small programs once, and so compile for most of the time
+if jaxlib.__version__.startswith("0.10."):  # later versions refuse the option
+    os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
 os.environ["TQDM_DISABLE"] = "1"
 os.environ["PYTHONWARNINGS"] = "ignore::RuntimeWarning"  # of a fork for a command, from JAX in the kernel
 

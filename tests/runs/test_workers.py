@@ -135,7 +135,7 @@ def test_two_workers_that_vanish_in_one_chunk_end_the_run(run, reference):
     with pytest.raises(Failed, match=r"batch 3 lost its worker twice after step 12 \(gone\), so it is given up; go on"):
         run(VanishingBackend(vanish={3: [1, 0]}))
     backend = VanishingBackend()
-    assert_runs_equal(run(backend, go_on=True), reference)
+    assert_runs_equal(run(backend, resume=True), reference)
     assert 0 not in backend.submitted
 
 
@@ -155,7 +155,7 @@ def test_a_full_disk_of_a_worker_is_reported_and_the_run_resumes(run, reference,
         patch.setattr(BatchAttempt, "write_rows", no_space)
         with pytest.raises(Failed, match="the disk is full"):
             run(VanishingBackend())
-    assert_runs_equal(run(VanishingBackend(), go_on=True), reference)
+    assert_runs_equal(run(VanishingBackend(), resume=True), reference)
 
 
 def test_results_of_calls_arrive_as_the_calls_end():
