@@ -111,8 +111,8 @@ class Optimizer:
 
         Remedies act at the hooks in `jaxaudit.remedies.HOOKS`. They read the learner's `context` by name: "loss", the
         minibatch's loss, a scalar; "approximate_kl", the KL divergence of the policy from the one that collected the
-        samples, a scalar; and "gradient_of", a function for which `gradient_of(term)` is the gradient, a tree of the
-        parameters, of the scalar `term(params, samples)` on another minibatch, drawn independently of this one.
+        samples, a scalar; and "gradient_of", a function for which `gradient_of(term, key)` is the gradient, a tree of
+        the parameters, of the scalar `term(params, samples)` on another minibatch, which is sampled with the key.
         """
         gradient, used = self.gradient(params, gradient, taps, **context)
         return self.follow(params, state, gradient, used, taps, **context)
