@@ -60,7 +60,7 @@ def step(runner_state, key, taps):
         return after, Transition(env[:, :2], action, log_prob, value, *outcome)
 
     acting, shuffling = jax.random.split(key)
-    env, transitions = jax.lax.scan(rollout, env, jax.random.split(acting, STEPS))
+    env, traj_batch = jax.lax.scan(rollout, env, jax.random.split(acting, STEPS))
     _, last_value = apply(train_state.params, env[:, :2])
 
     def gae(carry, t):
@@ -69,10 +69,8 @@ def step(runner_state, key, taps):
         advantage = delta + GAMMA * LAMBDA * (1 - t.done) * advantage
         return (advantage, t.value), advantage
 
-    _, advantages = jax.lax.scan(gae, (jnp.zeros(ENVS), last_value), transitions, reverse=True)
-    batch = jax.tree.map(
-        lambda x: x.reshape(-1, *x.shape[2:]), (transitions, advantages, advantages + transitions.value)
-    )
+    _, advantages = jax.lax.scan(gae, (jnp.zeros(ENVS), last_value), traj_batch, reverse=True)
+    batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (traj_batch, advantages, advantages + traj_batch.value))
 
     def loss(params, t, advantage, target):
         logits, value = apply(params, t.observation)
@@ -88,7 +86,7 @@ def step(runner_state, key, taps):
 
     orders = jax.vmap(jax.random.permutation, (0, None))(jax.random.split(shuffling, EPOCHS), ENVS * STEPS)
     train_state, losses = taps.scan(update, train_state, orders.reshape(EPOCHS * MINIBATCHES, -1))
-    return (train_state, env), {"performance": jnp.nanmean(transitions.episode_return), "loss": losses.mean()}
+    return (train_state, env), {"performance": jnp.nanmean(traj_batch.episode_return), "loss": losses.mean()}
 
 
 def learner():
