@@ -210,7 +210,10 @@ def test_a_learner_may_store_keys_of_any_generator():
     assert (values == values[0, 0, 0]).all()
 
 
-@pytest.mark.parametrize(("execution", "disturbed"), [("vmap", True), ("vmap", False), (1, True)])
+@pytest.mark.parametrize(
+    ("execution", "disturbed"),
+    [("vmap", True), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("vmap", False), (1, True)))],
+)
 def test_a_learner_may_have_arrays_of_size_zero(expected, execution, disturbed):
     """jaxlib 0.11 cannot compile such arrays for two devices, and `jax.lax.map` in batches refuses them."""
     constant = jnp.zeros(0)

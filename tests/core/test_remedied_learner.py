@@ -340,6 +340,7 @@ def test_remedies_act_before_those_of_the_inner_learner():
     )
 
 
+@pytest.mark.exhaustive
 def test_nested_remedies_are_bitwise_those_of_one_call():
     """The two remedies act at different sites."""
     first, second = remedies.l2_init(0.1), remedies.learning_rate_scale(0.5)

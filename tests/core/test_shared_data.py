@@ -79,6 +79,7 @@ def test_the_engine_equals_the_audit_on_one_and_two_devices():
 
 
 @pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.exhaustive
 def test_init_may_read_the_data(devices):
     def init(key, data):
         return data["numbers"][0] + jax.random.normal(key)

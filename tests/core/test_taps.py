@@ -90,7 +90,11 @@ def _kept(key, value, magnitude, state):
     return value + state, state + magnitude
 
 
-@pytest.mark.parametrize("step", LOOPS, ids=name_of)
+@pytest.mark.parametrize(
+    "step",
+    [pytest.param(step, marks=pytest.mark.exhaustive if step is not in_scan else ()) for step in LOOPS],
+    ids=name_of,
+)
 def test_an_unperturbed_site_may_be_tapped_anywhere(step):
     def with_params(x, taps):
         return step(x, taps) + taps("params", x).sum()
@@ -113,7 +117,11 @@ def in_cond(x, taps):
 ONCE = (in_grad, in_value_and_grad_of_remat, in_cond)
 
 
-@pytest.mark.parametrize("step", ONCE, ids=name_of)
+@pytest.mark.parametrize(
+    "step",
+    [pytest.param(step, marks=pytest.mark.exhaustive if step is not in_grad else ()) for step in ONCE],
+    ids=name_of,
+)
 def test_stateless_perturbations_may_act_in_derivatives_and_branches(step):
     disturbed = performance_of(step, ja.reward_noise(1.0, onset=1))
     plain = performance_of(lambda x, taps: taps("reward", x).sum(), ja.reward_noise(1.0, onset=1))

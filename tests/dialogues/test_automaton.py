@@ -121,7 +121,9 @@ def begin_rows(name, seed):
     return keys, progress, demonstrations, rng
 
 
-@pytest.mark.parametrize("name", dialogue_rules.RULES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name != "hop" else ()) for name in dialogue_rules.RULES]
+)
 def test_rows_equal_those_of_a_plain_loop(name):
     program = programs(name)
     _, progress, demonstrations, rng = begin_rows(name, 0)

@@ -442,7 +442,10 @@ def gold_of_right_answers(name, dialogue, state, answered_prompts, prompts):
     return np.asarray(judge_rows(dialogue)(state, rows))
 
 
-@pytest.mark.parametrize(("name", "difficulty"), WHOLE_DIFFICULTIES)
+@pytest.mark.parametrize(
+    ("name", "difficulty"),
+    [pytest.param(*case, marks=pytest.mark.exhaustive if case[1] > 1 else ()) for case in WHOLE_DIFFICULTIES],
+)
 def test_a_changed_prompt_differs_in_one_token_and_has_a_right_answer(name, difficulty):
     dialogue = named(name).make()
     state, prompts = sampled(dialogue, difficulty)

@@ -110,6 +110,7 @@ def test_the_planned_memory_for_a_million_transitions_is_exact(seeds, devices, l
     assert 4 * 168e6 < sizes["expected"] < 6.5 * 168e6
 
 
+@pytest.mark.exhaustive
 def test_earlier_programs_are_dropped_if_memory_maps_run_short(monkeypatch):
     """A process that trains many learners in turn would otherwise reach the system's limit, and fail to compile."""
 

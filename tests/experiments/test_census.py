@@ -18,6 +18,7 @@ def census(monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.exhaustive
 def test_cycles_and_repeated_names_stay_absent(census, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["census.py", "--lists"])
     census.main()

@@ -135,7 +135,7 @@ PRESETS = {
 }
 
 
-EXHAUSTIVE = ("grpo", "a critic, a divergence and a bonus", "pairs")
+EXHAUSTIVE = ("grpo", "the ratio of a sequence", "a critic, a divergence and a bonus", "pairs")
 
 
 @pytest.mark.parametrize(

@@ -560,7 +560,9 @@ def assert_the_case_is_informative(it, expected, metrics, every_bound=True):
         assert 0.02 < shares["correction_zero"] < 0.98
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name != "ppo_lm" else ()) for name in CASES]
+)
 def test_an_iteration_equals_the_references(name, monkeypatch):
     it = run_iteration(CASES[name], monkeypatch)
     assert_the_case_is_informative(it, *compare(it))

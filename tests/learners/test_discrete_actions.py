@@ -36,6 +36,7 @@ def action_probs(agent, params):
     return special.softmax(np.asarray(agent.policy(params, jnp.ones(1)).logits, np.float64))
 
 
+@pytest.mark.exhaustive
 def test_the_policy_with_an_entropy_bonus_is_a_softmax_of_rewards():
     """The maximum of sum_a p(a) r(a) + c H(p) is at p = softmax(r / c)."""
     coefficient = 0.3

@@ -105,9 +105,8 @@ def test_training_removes_85_percent_of_the_loss_of_doing_nothing(name, trained_
     )
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "settings"), [(PPO, PPOSettings), pytest.param(TRPO, TRPOSettings, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize(("algorithm", "settings"), [(PPO, PPOSettings), (TRPO, TRPOSettings)])
+@pytest.mark.exhaustive
 def test_training_explores_and_the_evaluation_does_not(algorithm, settings):
     """At first the policy's mean is near zero and its deviation one: exploration doubles the cost of doing nothing."""
     slow = {"learning_rate": 1e-9} if algorithm is PPO else {"max_kl": 1e-9}

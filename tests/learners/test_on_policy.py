@@ -22,7 +22,7 @@ AGENTS = {
 LIMIT = 4
 
 
-@pytest.fixture(scope="module", params=AGENTS)
+@pytest.fixture(scope="module", params=["ppo", pytest.param("trpo", marks=pytest.mark.exhaustive)])
 def trained(request):
     """Trains agents on three probes, and returns value, mean action and performance by the probe's name."""
     algorithm, settings = AGENTS[request.param]

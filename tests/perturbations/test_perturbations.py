@@ -319,6 +319,7 @@ CONTEXT = {
 }
 
 
+@pytest.mark.exhaustive
 def test_every_perturbation_is_the_same_under_jit_and_vmap():
     defaults = {name: registry.perturbations[name] for name in registry.perturbations}
 

@@ -129,6 +129,7 @@ def delayed_entry(history, steps):
     return history[max(0, len(history) - 1 - int(steps))]
 
 
+@pytest.mark.exhaustive
 def test_scripted_episodes_terminate_and_are_truncated(lanes):
     assert 10 < lanes["ends"][0, 0].sum() < STEPS * TURNS * ENVS / 2
     lengths = lanes["final"][:, 0, ..., 2]

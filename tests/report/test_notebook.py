@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import vl_convert
-from synthetic_runs import dataset, grid, simulate
+from synthetic_runs import condition_table, dataset, simulate
 
 import jaxaudit as ja
 from jaxaudit.analysis.metrics import MetricSettings
@@ -25,7 +25,7 @@ KINDS = {"lr_spike": ("optimization", (3.0, 30.0), 20.0)}
 
 def audit(fallen=(0, 8), controls=0, *, seeds=8, steps=400, onset=120, kinds=KINDS, **attrs):
     """A result whose performance alternates between 100 and 101, and is 0 from the onset on where a seed falls."""
-    conditions = grid(kinds, (onset,))
+    conditions = condition_table(kinds, (onset,))
     performance = np.broadcast_to(100.0 + np.arange(steps) % 2, (seeds, len(conditions), steps)).copy()
     for condition, count in enumerate((controls, *fallen)):
         performance[:count, condition, onset:] = 0
@@ -143,7 +143,7 @@ def test_windows_that_the_run_is_too_short_for():
 
 
 def test_several_onsets_have_a_column():
-    conditions = grid(KINDS, (120, 150))
+    conditions = condition_table(KINDS, (120, 150))
     result = ja.Result(dataset(conditions, simulate(conditions, 5, 400), ()), MetricSettings())
     text = result._repr_html_()
     assert heading(text).endswith("onsets at steps 120, 150.")

@@ -325,6 +325,7 @@ def test_the_page_of_a_large_grid_stays_small(tmp_path, without_figure_files):
     assert size < 6e6
 
 
+@pytest.mark.exhaustive
 def test_a_report_is_reproducible(tmp_path):
     write_run(tmp_path, condition_table({"lr_spike": ("optimization", (3.0, 30.0), 14.0)}), seeds=2)
     files = [report.build(tmp_path), tmp_path / "figures" / "performance.png"]

@@ -180,6 +180,7 @@ def rows_of_800_seeds():
     }
 
 
+@pytest.mark.exhaustive
 def test_the_known_ratio_of_thresholds_is_covered_and_detected():
     """Both variants halve an update's length, so that a spike may be twice as high.
 
@@ -203,6 +204,7 @@ def test_the_known_ratio_of_thresholds_is_covered_and_detected():
     assert min(detected.values()) >= 90
 
 
+@pytest.mark.exhaustive
 def test_equal_variants_on_independent_seeds_rarely_differ():
     ladders, all_rows = rows_of_800_seeds()
     differ = 0

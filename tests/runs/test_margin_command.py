@@ -142,7 +142,7 @@ def test_workers_give_the_results_of_one_process(run, monkeypatch):
     assert len(backend.submitted) == count, "a finished search was trained again"
 
 
-@pytest.mark.parametrize("stop", [1, 4, 9, 16])
+@pytest.mark.parametrize("stop", [9, *(pytest.param(stop, marks=pytest.mark.exhaustive) for stop in (1, 4, 16))])
 def test_a_search_that_is_stopped_resumes_to_the_same_end(finished, run, stop, capsys, monkeypatch):
     calls = itertools.count(1)
 

@@ -158,6 +158,7 @@ def test_new_conditions_fork_from_the_stored_states(copied, computed_steps, tmp_
         assert np.isfinite(new[name]).all()
 
 
+@pytest.mark.exhaustive
 def test_a_fork_at_the_first_step_is_replayed(tmp_path):
     text = SPEC.replace("[5, 10]", "[0, 10]")
     durable.run(parse(text), tmp_path / "run")

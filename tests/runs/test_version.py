@@ -104,6 +104,7 @@ precision = "{}"
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.exhaustive
 def test_other_runs_of_version_0_2_can_be_resumed_unless_in_bfloat16(precision, tmp_path):
     """A run in float32 is opened. Whether it can be replayed depends on its checkpoints."""
     run = tmp_path / "text"

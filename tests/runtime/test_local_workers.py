@@ -59,6 +59,7 @@ def test_a_full_disk_is_reported_and_the_run_resumes_with_more_space(tmp_path, m
     assert_runs_equal(folder, run_in_one_process(text, folder, tmp_path))
 
 
+@pytest.mark.exhaustive
 def test_a_spec_error_that_a_worker_detects_is_reported_in_one_sentence(tmp_path):
     with pytest.raises(UserError, match="label_smoothing"):
         durable.run(parse(SPEC.replace("weight_noise", "label_smoothing")), tmp_path / "run", TWO_WORKERS)
