@@ -309,9 +309,10 @@ class Result:
     def critical_magnitude(
         self, perturbation: str, onset: int | None = None, target: str | None = None, *, standing: bool = False
     ) -> statistics.Estimate:
-        """Estimates the magnitude at which half of the seeds collapse, with its interval.
+        """Estimates the magnitude at which half of the seeds collapse at any time, with its interval.
 
-        The estimate is NaN if half of the seeds collapse undisturbed, in the control of the same onset.
+        The estimate is NaN if half of the seeds collapse undisturbed, in the control of the same onset. A magnitude of
+        0 is left out if it is neutral. An end of the interval that is 0 or infinite lies beyond the magnitudes tried.
 
         Args:
           perturbation: The name of a perturbation.
@@ -334,6 +335,8 @@ class Result:
             if len(values := np.unique(lanes[name].values)) > 1:
                 several = ", ".join(map(str, values))
                 raise ValueError(f"'{perturbation}' has several {name}s, so {name} must be one of them: {several}")
+        if lanes["neutral"].values[0] == 0:
+            lanes = lanes.isel(condition=np.flatnonzero(lanes["magnitude"].values != 0))  # there is no logarithm of it
         magnitudes = lanes["magnitude"].values
         rising = statistics.harm_rises(magnitudes, float(lanes["neutral"].values[0]))
         collapsed = statistics.collapsed(lanes["collapse_time"].values)

@@ -34,6 +34,16 @@ def test_the_critical_magnitude_is_within_two_percent(spiked):
     assert estimate.low <= critical <= estimate.high
 
 
+@pytest.mark.exhaustive
+def test_a_neutral_magnitude_of_zero_does_not_change_the_critical_magnitude():
+    def critical(*shares):
+        noise = ja.weight_noise(ja.sweep(*shares), onset=0.3)
+        return ja.audit(LEARNER, [noise], seeds=8, steps=300).critical_magnitude("weight_noise")
+
+    assert critical(0.0, 0.01, 100.0) == critical(0.01, 100.0)
+    assert np.isfinite(critical(0.0, 0.01, 100.0).value)
+
+
 def test_recovery_after_a_spike_follows_the_closed_form():
     """Ten steps at factor f multiply x by (1 - r f c)^10, and each undisturbed step by 1 - r c."""
     factor, onset, steps = 150.0, 100, 600
