@@ -156,6 +156,7 @@ def test_a_fork_group_is_written_in_one_write(run_of_2000_lanes):
     assert write_counts[""] == 2 * (groups + prefixes + derived) + baseline  # singly opened arrays have no name
 
 
+@pytest.mark.exhaustive
 def test_a_prefix_is_stored_in_the_size_of_one_lane(run_of_2000_lanes):
     folder, _ = run_of_2000_lanes
     array = zarr.open_array(folder / "telemetry.zarr" / "performance", mode="r")

@@ -31,6 +31,7 @@ def plan_on(devices):
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
 def test_states_are_updated_in_place(devices):
     """This holds for every leaf. The buffer is neither copied in a step nor between a baseline and its forks."""
     plan = plan_on(devices)

@@ -90,6 +90,7 @@ def test_reward_model_training_depends_on_its_own_settings_only():
 @pytest.mark.parametrize(
     "updates", [pytest.param(1, marks=pytest.mark.exhaustive), demonstrations.UPDATES_PER_CHECK + 1]
 )
+@pytest.mark.exhaustive
 def test_a_warm_start_makes_exactly_the_updates_of_its_setting(updates):
     """While a gradient keeps its sign, Adam moves by about the rate per step: the largest change counts steps."""
     policy = Network(gpt2.GPT2(HOP.vocabulary, HOP.length, gpt2.SIZES["tiny"]))

@@ -89,6 +89,7 @@ def test_gradient_is_of_the_batch_and_coherence_of_its_microbatches(model_params
     assert float(telemetry["gradient_noise_scale"]) == pytest.approx(noise / signal, rel=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_coherence_is_nan_without_accumulation(model_params_tokens):
     model, params, tokens = model_params_tokens
     unaccumulated = LanguageModel(257, LanguageModelSettings(**SMALL | {"accumulation": 1, "telemetry": "basic"}))

@@ -355,6 +355,7 @@ def test_a_neutral_lane_equals_its_control_bitwise(audited):
         np.testing.assert_array_equal(series, audited["neutral"][name], err_msg=name)
 
 
+@pytest.mark.exhaustive
 def test_a_perturbation_acts_from_the_start_of_its_window(audited):
     for lane, telemetry in audited.items():
         for name, series in audited["control"].items():

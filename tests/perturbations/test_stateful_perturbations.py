@@ -140,6 +140,7 @@ def test_scripted_episodes_terminate_and_are_truncated(lanes):
 
 @pytest.mark.parametrize("when", WINDOWS)
 @pytest.mark.parametrize("steps", DELAYED["observation_delayed"])
+@pytest.mark.exhaustive
 def test_observation_delayed_is_a_queue_per_episode(lanes, steps, when):
     for disturbed, control in disturbed_and_control(lanes, "observation_delayed", steps, when):
         for env in range(ENVS):

@@ -164,6 +164,7 @@ def test_the_performance_of_a_constant_policy_is_its_return(disturbed_result):
     np.testing.assert_array_equal(clean, TIME_LIMIT)
 
 
+@pytest.mark.exhaustive
 def test_acting_is_worse_until_all_disturbed_episodes_have_ended(disturbed_result):
     _, acting = performance_and_acting(disturbed_result, 1)
     longest = -(-TIME_LIMIT // TURNS)

@@ -187,6 +187,7 @@ def test_a_chart_is_one_of_altairs_that_can_be_changed():
     assert len(names) == len(set(names))
 
 
+@pytest.mark.exhaustive
 def test_one_seed_and_no_perturbation_are_drawn():
     assert "There is one seed" in drawn(audit((0, 1), seeds=1).plot())
     alone = audit((), kinds={})
@@ -200,6 +201,7 @@ def test_an_unknown_figure():
         audit().plot("channels")
 
 
+@pytest.mark.exhaustive
 def test_more_panels_than_a_reader_can_follow():
     kinds = {f"noise_{i:02}": ("data", (1.0,), 0.0) for i in range(14)}
     spec = audit((8,), kinds=kinds, seeds=1).plot().to_dict()

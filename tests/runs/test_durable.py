@@ -185,7 +185,7 @@ DAMAGES = {
 }
 
 
-RARE_DAMAGES = ("another digest", "empty", "both", "an onset gone")
+RARE_DAMAGES = ("another digest", "empty", "both", "an onset gone", "flipped", "everything", "a file deleted")
 
 
 @pytest.mark.parametrize(

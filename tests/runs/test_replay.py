@@ -239,6 +239,7 @@ def test_specs_that_cannot_be_forked_are_refused(change, words, finished, tmp_pa
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.exhaustive
 def test_a_fork_of_a_damaged_onset_is_refused(copied, tmp_path):
     flip_byte(copied / "checkpoints" / "onset-00000005")
     with pytest.raises(UserError, match="onset-00000005 is damaged, so nothing can be forked from step 5"):
