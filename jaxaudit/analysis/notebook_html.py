@@ -59,7 +59,7 @@ def count(size: int, noun: str) -> str:
 
 
 def table_html(head: Sequence[str], rows: Sequence[Sequence[TableCell]]) -> str:
-    """Returns a table."""
+    """Returns an HTML table with a title for each column; all text is escaped."""
     lines = ["<table>", f"<thead><tr>{''.join(f'<th>{escape(title)}</th>' for title in head)}</tr></thead>", "<tbody>"]
     lines += [f"<tr>{''.join(map(_cell_html, row))}</tr>" for row in rows]
     return "\n".join([*lines, "</tbody>", "</table>"])

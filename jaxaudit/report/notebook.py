@@ -21,7 +21,7 @@ from jaxaudit.runs.margins.table import Margins
 from jaxaudit.runtime import registry
 
 FIGURES = ("performance", "map", "dose_response")
-"""The figures of an audit."""
+"""The names of the figures that `Result.plot` can draw."""
 
 CHARACTER_WIDTH = 6.2
 """The mean width of a caption's characters in pixels, in a font that is rather wide."""
@@ -54,20 +54,20 @@ def plot_audit(
     run = in_memory(telemetry, metrics, summary, settings)
     groups = panels(run)
     harmful = outcomes.most_harmful(run, groups)
-    drawn: Figure | None
+    panel_figure: Figure | None
     if figure == "performance":
-        drawn = run_figures.performance(run, [outcomes.with_fewer_lines(panel) for panel in harmful])
+        panel_figure = run_figures.performance(run, [outcomes.with_fewer_lines(panel) for panel in harmful])
     elif figure == "map":
-        drawn = run_figures.collapse_map(run, [outcomes.with_fewer_lines(p, MAX_MAP_COLUMNS) for p in groups])
+        panel_figure = run_figures.collapse_map(run, [outcomes.with_fewer_lines(p, MAX_MAP_COLUMNS) for p in groups])
     else:
-        drawn = run_figures.dose_response(run, harmful)
-    if drawn is None:
+        panel_figure = run_figures.dose_response(run, harmful)
+    if panel_figure is None:
         needed = "a perturbation" if figure == "map" else "a perturbation with two magnitudes or more"
         raise ValueError(f"the figure '{figure}' needs {needed}, and this audit has none")
-    caption = drawn.caption
+    caption = panel_figure.caption
     if figure != "map" and len(harmful) < len(groups):
         caption += f" Of {len(groups)} panels, the {len(harmful)} most harmful ones are drawn."
-    return _with_caption(drawn.chart, caption)
+    return _with_caption(panel_figure.chart, caption)
 
 
 @registry.plots.register("margins")

@@ -71,7 +71,7 @@ class Key:
 
     @property
     def type_text(self) -> str:
-        """The type in words."""
+        """The type as error messages state it, such as "a whole number"."""
         return describe_type(self.expected)
 
     @property
@@ -115,15 +115,14 @@ def documented_names(text: str, heading: str = "Attributes") -> dict[str, str]:
 
 def meanings(dataclass: type) -> dict[str, str]:
     """Returns the meanings of a dataclass' fields, from its docstring and those of the classes it is derived from."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for parent in reversed(dataclass.__mro__):
-        own = documented_names(parent.__doc__ or "")
-        for name, text in own.items():
+        for name, text in documented_names(parent.__doc__ or "").items():
             if reference := _ELSEWHERE.match(text):
                 other = getattr(sys.modules[parent.__module__], reference[1], None)
                 text = documented_names(getattr(other, "__doc__", "") or "").get(name, text)
-            found[name] = f"{text[:1].upper()}{text[1:]}"
-    return found
+            texts[name] = f"{text[:1].upper()}{text[1:]}"
+    return texts
 
 
 def keys_of(dataclass: type, leave_out: Iterable[str] = ()) -> list[Key]:
@@ -180,14 +179,14 @@ def table_schema(keys: Sequence[Key], limits: Mapping[str, Mapping[str, Any]] | 
     }
 
 
-def chosen(key: str, tables: Mapping[str, Schema], notes: Mapping[str, str], title: str) -> Schema:
+def discriminated_union(key: str, tables: Mapping[str, Schema], notes: Mapping[str, str], title: str) -> Schema:
     """Returns the schema of a table whose other keys depend on the value of one key.
 
     Args:
-      key: The key that chooses.
+      key: The key whose value selects the table.
       tables: For each of its values, the schema of the table.
       notes: For each of its values, a short description.
-      title: What the key chooses.
+      title: The description of the key.
     """
     known: dict[str, list[Schema]] = {}
     for table in tables.values():
@@ -295,7 +294,7 @@ def _audit() -> Schema:
 
 
 def monitor_keys() -> list[Key]:
-    """Returns the keys of [monitor]."""
+    """Returns the keys that a spec may have in [monitor]: the fields of `MonitorSpec`, except for `folder`."""
     return keys_of(MonitorSpec, leave_out=["folder"])
 
 
@@ -330,9 +329,13 @@ def _task() -> Schema:
                 tables[kind]["properties"]["name"] |= {"examples": known}
         else:
             by_name = {name: table_schema(keys, **fixed, name={"const": name}) for name, keys in settings.items()}
-            tables[kind] = chosen("name", by_name, dict(registry.task_kinds[kind].listing()), "The task's name.")
+            tables[kind] = discriminated_union(
+                "name", by_name, dict(registry.task_kinds[kind].listing()), "The task's name."
+            )
     notes = {kind: first_docstring_line(registry.task_kinds[kind]) for kind in tables}
-    return chosen("kind", tables, notes, "The kind of task.") | {"description": "What the learner trains on."}
+    return discriminated_union("kind", tables, notes, "The kind of task.") | {
+        "description": "What the learner trains on."
+    }
 
 
 def learner_keys(kind: str) -> list[Key]:
@@ -341,10 +344,12 @@ def learner_keys(kind: str) -> list[Key]:
 
 
 def learner_schema() -> Schema:
-    """Returns the schema of [learner]."""
+    """Returns the schema of the section [learner], whose keys depend on its `kind`."""
     tables = {kind: table_schema(learner_keys(kind), kind={"const": kind}) for kind in registry.learners}
     notes = {kind: first_docstring_line(registry.learners[kind]) for kind in tables}
-    return chosen("kind", tables, notes, "The learning algorithm.") | {"description": "The learner's settings."}
+    return discriminated_union("kind", tables, notes, "The learning algorithm.") | {
+        "description": "The learner's settings."
+    }
 
 
 def remedies_schema() -> Schema:
@@ -362,7 +367,7 @@ def remedies_schema() -> Schema:
     notes = {name: first_docstring_line(kind) for name, kind in kinds.items()}
     return {
         "type": "array",
-        "items": chosen("kind", tables, notes, "The remedy."),
+        "items": discriminated_union("kind", tables, notes, "The remedy."),
         "description": "Changes to how the learner trains that are meant to make it more stable.",
     }
 

@@ -162,7 +162,7 @@ def test_many_conditions():
     assert len(result.summary) == 101
 
 
-def drawn(chart):
+def render(chart):
     """The texts of a chart, drawn from what every renderer of Altair is given."""
     svg = vl_convert.vegalite_to_svg(chart.to_dict())
     texts = re.findall(r"<text[^>]*>(.*?)</text>", svg, re.S)
@@ -171,27 +171,27 @@ def drawn(chart):
 
 def test_a_chart_has_what_the_page_of_a_report_has_and_its_caption():
     result = audit((2, 8))
-    text = drawn(result.plot())
+    text = render(result.plot())
     for part in ("lr_spike", "onset 120, lasts 10 steps", "mean return", "control 3 30", "Line: median over 8 seeds"):
         assert part in text, part
-    text = drawn(result.plot("map"))
+    text = render(result.plot("map"))
     for part in ("P_div: collapse before T_max / 2", "0.25", "0.07 to 0.59", "Each cell: the magnitude"):
         assert part in text, part
-    assert "critical: " in drawn(result.plot("dose_response"))
+    assert "critical: " in render(result.plot("dose_response"))
 
 
 def test_a_chart_is_one_of_altairs_that_can_be_changed():
     chart = audit().plot().properties(title="mine")
-    assert "mine" in drawn(chart)
+    assert "mine" in render(chart)
     names = [parameter["name"] for parameter in chart.to_dict()["params"]]
     assert len(names) == len(set(names))
 
 
 @pytest.mark.exhaustive
 def test_one_seed_and_no_perturbation_are_drawn():
-    assert "There is one seed" in drawn(audit((0, 1), seeds=1).plot())
+    assert "There is one seed" in render(audit((0, 1), seeds=1).plot())
     alone = audit((), kinds={})
-    assert "undisturbed" in drawn(alone.plot())
+    assert "undisturbed" in render(alone.plot())
     with pytest.raises(ValueError, match="figure 'dose_response' needs a perturbation with two magnitudes"):
         alone.plot("dose_response")
 
@@ -266,7 +266,7 @@ def test_the_names_of_margins_are_escaped():
 def test_a_chart_of_margins():
     margins = search([0.2, 0.3, 0.4, 0.5, 0.6, np.inf, np.inf, 0.0])
     spec = margins.plot().to_dict()
-    text = drawn(margins.plot())
+    text = render(margins.plot())
     for part in ("weight_noise", "times the standard magnitude", "Point: the margin", "1 2"):
         assert part in text, part
     tables = [data for data in spec["datasets"].values() if isinstance(data, str)]

@@ -545,6 +545,10 @@ INVALID_SPECS = {
         "only 9 steps follow the onset of lr_spike, fewer than hold",
     ),
     "no variants": (SPEC[:VARIANT] + SPEC[SPEC.index("[[perturbation]]") :], "there is no table [[variant]]"),
+    "misspelt variants": (
+        SPEC.replace("[[variant]]", "[[variants]]", 9).replace("[[variant.", "[[variants."),
+        "[[variants]]?)",
+    ),
     "one bracket": (
         SPEC.replace('[[variant]]\nname = "half the clip"', '[variant2]\nname = "x"'),
         "unknown key 'variant2'",

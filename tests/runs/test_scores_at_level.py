@@ -123,8 +123,10 @@ def test_a_difference_holds_at_the_level_where_that_interval_excludes_zero_on_th
 def test_too_few_seeds_for_an_interval_are_pointed_out():
     few = unsteady().query("seed < 4")
     gains = scoring.gain_table(plain().query("seed < 4"), {"variant": few}, [LADDER])
-    (caution,) = compare._cautions(gains, gains.head(0), ())
+    (caution,) = compare._cautions(gains, gains.head(0), (), 0.95)
     assert caution == "with 4 seeds no difference has a 95% interval or can be shown: it takes 6"
     eight = scoring.gain_table(plain(), {"variant": plain()}, [LADDER])
-    (caution,) = compare._cautions(eight, scoring.adjust_for_multiplicity(gains), ())
+    (caution,) = compare._cautions(eight, scoring.adjust_for_multiplicity(gains), (), 0.95)
     assert caution == "with 4 fresh seeds no difference can be confirmed: it takes at least 6"
+    (caution,) = compare._cautions(gains, gains.head(0), (), 0.99)
+    assert caution == "with 4 seeds no difference has a 99% interval or can be shown: it takes 8"

@@ -86,7 +86,7 @@ class Comparison:
         tables = {"bought": self.bought, "confirmed": self.confirmed, "paid": self.paid, "acted": self.acted}
         rows = {name: json.loads(table.to_json(orient="records")) for name, table in tables.items()}
         tried = [ladder.json() for ladder in self.ladders]
-        return rows | {"tried": tried, "cautions": _cautions(self.bought, self.confirmed, self.structures)}
+        return rows | {"tried": tried, "cautions": self._cautions()}
 
     def __str__(self) -> str:
         gains, costs, activity = (table.to_dict("records") for table in (self.bought, self.paid, self.acted))
@@ -101,7 +101,10 @@ class Comparison:
                 "",
             ]
         lines += _explanations(self.bought, self.confirmed, self.level)
-        return "\n".join([*lines, *_cautions(self.bought, self.confirmed, self.structures)])
+        return "\n".join([*lines, *self._cautions()])
+
+    def _cautions(self) -> list[str]:
+        return _cautions(self.bought, self.confirmed, self.structures, self.level)
 
 
 def compare(
@@ -310,12 +313,14 @@ def _explanations(gains: pd.DataFrame, confirmed: pd.DataFrame, level: float) ->
     return sentences
 
 
-def _cautions(gains: pd.DataFrame, confirmed: pd.DataFrame, structures: Collection[str]) -> list[str]:
+def _cautions(gains: pd.DataFrame, confirmed: pd.DataFrame, structures: Collection[str], level: float) -> list[str]:
     """Returns sentences on what limits the comparison, such as seeds without a score."""
     sentences = []
-    seeds, needed = int(gains.seeds.max()), seeds_for(LEVEL)
+    seeds, needed = int(gains.seeds.max()), seeds_for(level)
     if seeds < needed:
-        sentences.append(f"with {seeds} seeds no difference has a 95% interval or can be shown: it takes {needed}")
+        sentences.append(
+            f"with {seeds} seeds no difference has a {100 * level:g}% interval or can be shown: it takes {needed}"
+        )
     if len(confirmed) and (fresh := int(confirmed.seeds.max())) < needed:
         sentences.append(f"with {fresh} fresh seeds no difference can be confirmed: it takes at least {needed}")
     sentences += [
