@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -463,6 +464,16 @@ def test_the_command_writes_runs_tables_and_a_page(folder, capsys):
     assert "half the rate" in page
     assert "confirmed on fresh seeds" in page
     assert main(["report", str(out)]) == 0
+    heading = re.compile(r"<th[^>]*>(?:<button[^>]*>)?difference by the plain learner")
+    assert len(heading.findall(page)) == 2, "of the gains, and of those on fresh seeds"
+    # Tables of earlier versions lack these columns.
+    earlier = folder / "earlier"
+    shutil.copytree(out, earlier)
+    for name in ("bought.csv", "confirmed.csv"):
+        table = pd.read_csv(out / name)
+        table.drop(columns=[c for c in table if "level" in c]).to_csv(earlier / name, index=False)
+    assert main(["report", str(earlier)]) == 0
+    assert not heading.search((earlier / "report.html").read_text())
 
 
 @pytest.mark.exhaustive

@@ -503,6 +503,11 @@ def test_invalid_settings_are_refused(change, words):
         find_margins({"above": 7.0}, *factors, **change)
 
 
+def test_a_single_perturbation_in_place_of_a_list_is_refused():
+    with pytest.raises(ValueError, match="perturbations must be a list"):
+        ja.margin(LEARNER, spike(3.0), seeds=3, steps=100)
+
+
 def test_no_round_compiles_anything():
     """Magnitudes, windows and seeds are data, so all rounds run the programs of the first."""
     perturbations = [spike(3.0), ja.weight_noise(onset=20), ja.gradient_sign_flip(onset=20, duration=7)]
