@@ -261,7 +261,7 @@ class Result:
 
     @cached_property
     def warnings(self) -> list[str]:
-        """What the reader of the tables has to know first, one sentence each: empty in most audits.
+        """Sentences that qualify how the tables can be read. Most audits have none.
 
         They name windows that the run is too short for, a performance that has gaps, seeds whose collapse is unknown,
         seeds that collapse undisturbed, and too few seeds for intervals.
