@@ -1,5 +1,6 @@
 """Every public name has a docstring whose first paragraph is a sentence."""
 
+import functools
 import inspect
 import subprocess
 import sys
@@ -41,6 +42,14 @@ def test_a_public_name_has_a_docstring(name):
     first = text.split("\n\n")[0]
     assert len(first.split()) > 6, f"{name}: {first!r}"
     assert first.rstrip().endswith((".", "`", ")", ":")), f"{name}: {first!r}"
+
+
+@pytest.mark.parametrize("name", [name for name, value in NAMES.items() if inspect.isclass(value)])
+def test_no_property_of_a_public_class_begins_with_a_type(name):
+    """Sphinx reads "text: more" in the first line of a property's docstring as its type."""
+    for attribute in vars(NAMES[name]).values():
+        if isinstance(attribute, property | functools.cached_property):
+            assert ": " not in (inspect.getdoc(attribute) or "").split("\n")[0]
 
 
 def test_all_public_modules_are_reachable():

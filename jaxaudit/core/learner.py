@@ -101,19 +101,19 @@ class Channel:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The channel's own shape: the numbers of labels along its dimensions."""
+        """The shape of the channel, which has the numbers of labels along its dimensions."""
         return tuple(len(labels) for _, labels in self.dims)
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The attributes of the channel's variable in a dataset: every, sparse, monitored and words unless default."""
+        """The attributes every, sparse, monitored and words of the channel's variable in a dataset, unless default."""
         cadence = ({} if self.every == 1 else {"every": self.every}) | ({"sparse": 1} if self.sparse else {})
         monitored = {} if self.monitored else {"monitored": 0}
         return cadence | monitored | ({"words": list(self.words)} if self.words else {})
 
     @property
     def missing(self) -> float | int:
-        """The stored value for a missing measurement: NaN, the smallest integer, or the largest unsigned integer."""
+        """The value stored for a missing measurement, which is NaN, or the smallest or largest integer."""
         if self.dtype.startswith("float"):
             return float("nan")
         limits = np.iinfo(self.dtype)

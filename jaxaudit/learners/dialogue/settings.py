@@ -303,7 +303,7 @@ class DialogueSettings:
 
     @property
     def units(self) -> int:
-        """The number of units that minibatches are made of: pairs of a preference objective, else rows."""
+        """The number of pairs of a preference objective, or else of rows, that minibatches are made of."""
         return self.prompts if self.objective == "preference" else self.rows
 
     def piece_sizes(self, sequences: int) -> packing.PieceSizes:
@@ -352,7 +352,7 @@ class DialogueSettings:
 
     @property
     def structure(self) -> DialogueSettings:
-        """The settings that a program depends on: these settings with standard numbers.
+        """These settings with standard numbers, which are the settings that a program depends on.
 
         A number that is zero and so removes a term stays zero.
         """
