@@ -36,7 +36,8 @@ html_theme_options = {
     "navbar_persistent": [],
 }
 html_show_copyright = False
-html_static_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["narrow.css"]
 
 # Pages load nothing from outside: formulas are text, and figures are SVG files or inline.
 mathjax_path = "none.js"  # required by Sphinx, and loaded only on pages with equations: there are none
