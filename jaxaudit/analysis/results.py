@@ -13,8 +13,9 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from jaxaudit.analysis import metrics, notebook_html, statistics
+from jaxaudit.analysis import metrics, statistics
 from jaxaudit.analysis.datasets import DIMS, channel_cadence
+from jaxaudit.analysis.result_table import audit_table
 from jaxaudit.analysis.statistics.paired import ExcessColumns, excess_columns
 from jaxaudit.core.channel_names import ACTED, ACTING, PERFORMANCE
 from jaxaudit.runtime import registry
@@ -289,8 +290,11 @@ class Result:
             sentences.append(f"with fewer than {FEWEST_SEEDS} seeds, only shares have intervals")
         return sentences
 
+    def __str__(self) -> str:
+        return audit_table(self.telemetry, self.summary, self.warnings).text()
+
     def _repr_html_(self) -> str:
-        return notebook_html.audit_html(self.telemetry, self.summary, self.warnings)
+        return audit_table(self.telemetry, self.summary, self.warnings).html()
 
     def plot(self, figure: Literal["performance", "map", "dose_response"] = "performance") -> altair.ConcatChart:
         """Draws a figure as the page of a report has it.

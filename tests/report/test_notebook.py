@@ -14,7 +14,7 @@ from synthetic_runs import condition_table, dataset, simulate
 
 import jaxaudit as ja
 from jaxaudit.analysis.metrics import MetricSettings
-from jaxaudit.analysis.notebook_html import MAX_ROWS
+from jaxaudit.analysis.result_table import MAX_ROWS
 from jaxaudit.runs.margins.bisection import CONTROL, SearchConfig, next_round
 from jaxaudit.runs.margins.directions import directions
 from jaxaudit.runs.margins.table import Margins
@@ -62,6 +62,22 @@ def test_an_audit_as_html():
     assert paragraphs(text, "note") == [
         "Collapse: performance falls out of the band that it had before the onset, and stays out. Final performance "
         "and its difference, paired by seed: interquartile means over seeds. In brackets: 95% intervals."
+    ]
+
+
+def test_an_audit_as_text():
+    assert str(audit((2, 8), 2)).splitlines() == [
+        "Audit of ppo: 8 seeds, 3 conditions, 400 steps of 2048 env steps; onset at step 120.",
+        "warning: 2 of 8 seeds collapse undisturbed (control)",
+        "",
+        "condition    share that collapses  added to the control  final mean return  difference from the control",
+        "control      0.25 [0.07, 0.59]                           101 [25.2, 101]",
+        "lr_spike 3   0.25 [0.07, 0.59]     0.00 [-0.26, 0.26]    101 [25.2, 101]    0 [0, 0]",
+        "lr_spike 30  1.00 [0.68, 1.00]     0.75 [0.28, 0.93]     0 [0, 0]           -101 [-101, -25.2]",
+        "",
+        "Collapse: performance falls out of the band that it had before the onset, and stays out. Final performance "
+        "and its difference, paired by seed: interquartile means over seeds. In brackets: 95% intervals.",
+        "Added to the control: the share of seeds that collapse, minus the share whose control collapses.",
     ]
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from jaxaudit.analysis.notebook_html import TableCell, block_html, count, table_html
+from jaxaudit.analysis.result_table import ResultTable, TableCell, count
 from jaxaudit.analysis.statistics import FALLEN, seeds_for
 from jaxaudit.runs.margins.bisection import CONTROL, MarginEstimate, Probe, SearchConfig, estimate_margins
 from jaxaudit.runs.margins.directions import Direction
@@ -139,7 +139,7 @@ class Margins:
     def _repr_html_(self) -> str:
         rows = [[TableCell(text) for text in _cells(*pair)] for pair in zip(self.estimates, self._rows, strict=True)]
         facts = ", ".join([count(len(rows), "perturbation"), count(len(self.seeds), "seed"), count(self.steps, "step")])
-        return block_html("Stability margins:", f"{facts}.", [], table_html(HEADINGS, rows), self.notes)
+        return ResultTable("Stability margins:", f"{facts}.", [], HEADINGS, rows, self.notes).html()
 
     def plot(self) -> altair.ConcatChart:
         """Draws the margin of each perturbation in multiples of its standard magnitude.

@@ -16,6 +16,7 @@ import pandas as pd
 from jaxaudit.analysis.run_reader import read_table
 from jaxaudit.core.learner import Learner
 from jaxaudit.core.perturbation import Chain, Perturbation
+from jaxaudit.execution.engine import forget_programs
 from jaxaudit.runs import lifecycle as durable
 from jaxaudit.runs.margins.folder import created_and_locked, search_margins, stored_names
 from jaxaudit.runs.margins.search import MarginSettings
@@ -241,6 +242,7 @@ def _run(spec: Spec, folder: Path, workers: Workers | None) -> None:
     else:
         folder.parent.mkdir(exist_ok=True)
         durable.run(spec, folder, workers)
+    forget_programs()  # no other run of the comparison has the same programs
 
 
 def _step_times(specs: dict[str, Spec], path: Path) -> pd.DataFrame:

@@ -1,4 +1,7 @@
-"""Compact HTML of results for notebooks: without scripts, with nothing from outside, and with all text escaped."""
+"""The table of a result with a heading, warnings and notes, as text or as compact HTML for notebooks.
+
+The HTML has no scripts and loads nothing, and all text in it is escaped.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from typing import Any
 
 import pandas as pd
 import xarray as xr
+
+from jaxaudit.runtime.registry import align_columns
 
 MAX_ROWS = 60
 """The most conditions in the table of an audit; the others are counted below it."""
@@ -58,11 +63,46 @@ def count(size: int, noun: str) -> str:
     return f"{size} {noun}" if size == 1 else f"{size} {noun}s"
 
 
-def table_html(head: Sequence[str], rows: Sequence[Sequence[TableCell]]) -> str:
-    """Returns an HTML table with a title for each column; all text is escaped."""
-    lines = ["<table>", f"<thead><tr>{''.join(f'<th>{escape(title)}</th>' for title in head)}</tr></thead>", "<tbody>"]
-    lines += [f"<tr>{''.join(map(_cell_html, row))}</tr>" for row in rows]
-    return "\n".join([*lines, "</tbody>", "</table>"])
+@dataclass(frozen=True)
+class ResultTable:
+    """A table with what the reader has to know beside it.
+
+    Attributes:
+      heading: what the table is of.
+      facts: a sentence that follows the heading.
+      warnings: sentences on what the reader has to know before reading the table.
+      titles: a title for each column.
+      rows: the cells of each row.
+      notes: sentences that explain the columns.
+    """
+
+    heading: str
+    facts: str
+    warnings: Sequence[str]
+    titles: Sequence[str]
+    rows: Sequence[Sequence[TableCell]]
+    notes: Sequence[str]
+
+    def text(self) -> str:
+        """Returns the table as text with aligned columns, in which numbers are ASCII."""
+        cells = [[" ".join(filter(None, (cell.text, cell.small))) for cell in row] for row in self.rows]
+        lines = [f"{self.heading} {self.facts}", *(f"warning: {text}" for text in self.warnings)]
+        text = "\n".join([*lines, "", *align_columns([self.titles, *cells]), "", *self.notes])
+        return text.replace("\N{MINUS SIGN}", "-").replace("\N{INFINITY}", "inf")
+
+    def html(self) -> str:
+        """Returns the table as a block of HTML."""
+        lines = ['<div class="jaxaudit-result">', f"<style>{STYLE}</style>"]
+        lines.append(f"<p><b>{escape(self.heading)}</b> {escape(self.facts)}</p>")
+        lines += [f'<p class="warning">Warning: {escape(text)}</p>' for text in self.warnings]
+        lines += ["<table>", f"<thead><tr>{''.join(f'<th>{escape(title)}</th>' for title in self.titles)}</tr></thead>"]
+        lines += [
+            "<tbody>",
+            *(f"<tr>{''.join(map(_cell_html, row))}</tr>" for row in self.rows),
+            "</tbody>",
+            "</table>",
+        ]
+        return "\n".join([*lines, *(f'<p class="note">{escape(text)}</p>' for text in self.notes), "</div>"])
 
 
 def _cell_html(cell: TableCell) -> str:
@@ -71,16 +111,8 @@ def _cell_html(cell: TableCell) -> str:
     return f"<td{words}>{escape(cell.text)}{small}</td>"
 
 
-def block_html(heading: str, facts: str, warnings: Sequence[str], table: str, notes: Sequence[str]) -> str:
-    """Returns a block: a heading with facts beside it, warnings, the HTML of a table, and notes in small print."""
-    lines = ['<div class="jaxaudit-result">', f"<style>{STYLE}</style>"]
-    lines.append(f"<p><b>{escape(heading)}</b> {escape(facts)}</p>")
-    lines += [f'<p class="warning">Warning: {escape(text)}</p>' for text in warnings]
-    return "\n".join([*lines, table, *(f'<p class="note">{escape(text)}</p>' for text in notes), "</div>"])
-
-
-def audit_html(telemetry: xr.Dataset, summary: pd.DataFrame, warnings: Sequence[str]) -> str:
-    """Returns a block on an audit: what was trained, warnings, and a table with one row for each condition.
+def audit_table(telemetry: xr.Dataset, summary: pd.DataFrame, warnings: Sequence[str]) -> ResultTable:
+    """Returns the table of an audit, with one row for each condition.
 
     Args:
       telemetry: the telemetry, whose attributes name the learner and its performance.
@@ -92,8 +124,8 @@ def audit_html(telemetry: xr.Dataset, summary: pd.DataFrame, warnings: Sequence[
     is_control = summary["perturbation"] == "control"
     controls_collapse = bool((summary.loc[is_control, "collapse_probability"] > 0).any())
     performance = str(telemetry.attrs.get("performance_name", "performance"))
-    head = ["condition", "onset", "share that collapses", "added to the control", f"final {performance}"]
-    head.append("difference from the control")
+    titles = ["condition", "onset", "share that collapses", "added to the control", f"final {performance}"]
+    titles.append("difference from the control")
     rows = []
     for row in summary.head(MAX_ROWS).to_dict("records"):
         excess = _estimate(row, "excess_collapse_probability", share, seeds)
@@ -109,8 +141,7 @@ def audit_html(telemetry: xr.Dataset, summary: pd.DataFrame, warnings: Sequence[
                 difference if is_disturbed else TableCell(""),
             ]
         )
-    shown = [i for i in range(len(head)) if (i != 1 or len(onsets) > 1) and (i != 3 or controls_collapse)]
-    table = table_html([head[i] for i in shown], [[row[i] for i in shown] for row in rows])
+    shown = [i for i in range(len(titles)) if (i != 1 or len(onsets) > 1) and (i != 3 or controls_collapse)]
     notes = []
     if len(summary) > MAX_ROWS:
         notes.append(f"{count(len(summary) - MAX_ROWS, 'more condition')}: `summary` has all of them.")
@@ -121,11 +152,12 @@ def audit_html(telemetry: xr.Dataset, summary: pd.DataFrame, warnings: Sequence[
     )
     if controls_collapse:
         notes.append("Added to the control: the share of seeds that collapse, minus the share whose control collapses.")
-    return block_html(
+    return ResultTable(
         f"Audit of {telemetry.attrs.get('learner', 'a learner')}:",
         _facts(telemetry, len(summary), onsets),
         warnings,
-        table,
+        [titles[i] for i in shown],
+        [[row[i] for i in shown] for row in rows],
         notes,
     )
 
