@@ -106,7 +106,9 @@ def _reasons(
 
 
 def undeclared_gap_warning(data: xr.Dataset) -> str:
-    """Returns a warning if undisturbed performance is NaN and later a number again without being declared sparse.
+    """Returns a warning if undisturbed performance is NaN between two numbers without being declared sparse.
+
+    NaN before the first number is no gap: no episode has ended then.
 
     Returns:
       One sentence on the first such seed, or an empty string.
@@ -118,11 +120,13 @@ def undeclared_gap_warning(data: xr.Dataset) -> str:
     series = data[PERFORMANCE].isel(condition=int(controls[0])).transpose("seed", "step").values
     due = metrics.due_steps(series.shape[1], cadence.every)
     missing = np.isnan(series[:, due])
+    has_earlier_value = np.maximum.accumulate(~missing, axis=1)
     has_later_value = np.maximum.accumulate(~missing[:, ::-1], axis=1)[:, ::-1]
-    seeds = np.flatnonzero((missing & has_later_value).any(axis=1))
+    gaps = missing & has_earlier_value & has_later_value
+    seeds = np.flatnonzero(gaps.any(axis=1))
     if not len(seeds):
         return ""
-    first = int(np.argmax(missing[seeds[0]]))
+    first = int(np.argmax(gaps[seeds[0]]))
     back = first + int(np.argmax(~missing[seeds[0], first:]))
     others = f", and so for {len(seeds) - 1} more seeds" if len(seeds) > 1 else ""
     return (

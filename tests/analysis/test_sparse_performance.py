@@ -256,10 +256,11 @@ def test_undeclared_gaps_give_one_warning_that_names_a_seed():
     np.testing.assert_array_equal(result.metrics["collapse_time"].values[:, 0], 60 + missing.argmax(-1))
 
 
-def test_performance_that_stays_nan_gives_no_gap_warning():
+@pytest.mark.parametrize("measured", [lambda step: step < 80, lambda step: step >= 3])
+def test_performance_that_is_nan_before_or_after_all_measurements_gives_no_gap_warning(measured):
     def step(state, key, taps):
         taps("learning_rate", 1.0)
-        return state + 1, {"performance": jnp.where(state < 80, jax.random.normal(key), jnp.nan)}
+        return state + 1, {"performance": jnp.where(measured(state), jax.random.normal(key), jnp.nan)}
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
