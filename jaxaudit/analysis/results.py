@@ -136,6 +136,38 @@ def undeclared_gap_warning(data: xr.Dataset) -> str:
     )
 
 
+MOST_TREND = 0.5
+"""The largest share of the variance before an onset that a straight line may explain without a warning."""
+
+
+def onsets_in_trend(data: xr.Dataset, window: int) -> list[int]:
+    """Returns the onsets before which performance was itself rising or falling, which widens the band of a collapse.
+
+    A straight line is fitted to each seed's performance in the `window` steps before an onset, which all conditions of
+    the onset share. The onset is returned if the median over seeds of R squared is above `MOST_TREND`. A seed whose
+    performance is constant there has an R squared of 0. An onset is left out if a seed's performance is not finite
+    there, or fewer steps precede it.
+
+    Args:
+      data: Telemetry with dims (seed, condition, step).
+      window: The number of steps.
+    """
+    onsets = data["onset"].values
+    time = np.arange(window) - (window - 1) / 2
+    found = []
+    for onset in np.unique(onsets).tolist():
+        if not 0 < window <= onset:
+            continue
+        lanes = data[PERFORMANCE].isel(condition=int(np.flatnonzero(onsets == onset)[0])).transpose("seed", "step")
+        before = lanes.values[:, onset - window : onset].astype(np.float64)
+        before = before - before.mean(axis=1, keepdims=True)
+        total = (before**2).sum(axis=1) * (time**2).sum()
+        explained = np.divide((before @ time) ** 2, total, where=total > 0, out=np.zeros(len(total)))
+        if np.isfinite(explained).all() and np.median(explained) > MOST_TREND:
+            found.append(int(onset))
+    return found
+
+
 def lane_table(lanes: xr.Dataset) -> pd.DataFrame:
     """Returns a table with one row for every lane: its coordinates and metrics."""
     columns = ["seed", "condition", "perturbation", "dimension", "site", "magnitude", "neutral", "onset", "duration"]
@@ -268,8 +300,9 @@ class Result:
     def warnings(self) -> list[str]:
         """Sentences that qualify how the tables can be read. Most audits have none.
 
-        They name windows that the run is too short for, a performance that has gaps, seeds whose collapse is unknown,
-        seeds that collapse undisturbed, and too few seeds for intervals.
+        They name windows that the run is too short for, a performance that has gaps or that was rising or falling
+        before the onset, seeds whose collapse is unknown, seeds that collapse undisturbed, and too few seeds for
+        intervals.
         """
         times, seeds = self.lanes["collapse_time"].values, self.telemetry.sizes["seed"]
         sentences = [gaps] if (gaps := undeclared_gap_warning(self.telemetry)) else []
@@ -277,6 +310,13 @@ class Result:
         for onset in onsets.tolist():
             prefix = f"onset {onset}: " if len(onsets) > 1 else ""
             sentences += [prefix + x for x in self.settings.validate(self.telemetry.sizes["step"], onset, every=every)]
+        window = self.settings.window
+        if trending := onsets_in_trend(self.telemetry, window):
+            sentences.append(
+                f"in the {window} steps before step {', '.join(map(str, trending))} performance was itself "
+                "rising or falling, which widens the band that a collapse has to leave; a smaller window in "
+                "MetricSettings makes collapses easier to detect"
+            )
         if unknown := int(np.isnan(times).sum()):
             reasons = re.findall(r"(?:^|; )collapse_time: ([^;]*)", "; ".join(np.unique(self.lanes["reason"].values)))
             sentences.append(

@@ -146,8 +146,11 @@ def critical_magnitude(run: Run, panel: Panel, kind: str, *, surviving_controls:
       surviving_controls: whether only seeds count whose control does not collapse.
     """
     rows = condition_rows(run, panel)
-    magnitudes = np.unique([line.magnitude for line in panel.disturbed])
-    if len(magnitudes) < 2 or len(magnitudes) < len(panel.disturbed) or run.metrics is None or kind not in rows:
+    disturbed = [line.magnitude for line in panel.disturbed]
+    if panel.neutral == 0:
+        disturbed = [magnitude for magnitude in disturbed if magnitude]  # there is no logarithm of 0
+    magnitudes = np.unique(disturbed)
+    if len(magnitudes) < 2 or len(magnitudes) < len(disturbed) or run.metrics is None or kind not in rows:
         return _no_critical_magnitude("")
     if not (np.isfinite(magnitudes) & (magnitudes > 0)).all():
         return _no_critical_magnitude("no critical magnitude: magnitudes are not all positive")

@@ -298,7 +298,11 @@ def dose_response(run: Run, groups: Sequence[line_panels.Panel]) -> Figure | Non
 def _dose_chart(run: Run, panel: line_panels.Panel) -> Any:
     kind = "divergence_probability"
     rows = outcomes.condition_rows(run, panel)
-    if not {kind, "magnitude"} <= set(rows) or rows["magnitude"].nunique() < 2:
+    if not {kind, "magnitude"} <= set(rows):
+        return None
+    if panel.neutral == 0:
+        rows = rows[rows["magnitude"] != 0]  # there is no logarithm of it
+    if rows["magnitude"].nunique() < 2:
         return None
     names = {kind: "p", f"{kind}_low": "low", f"{kind}_high": "high", "collapse_probability": "ever"}
     rows = rows.rename(columns=names)

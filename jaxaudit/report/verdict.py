@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
+from jaxaudit.analysis.results import onsets_in_trend
 from jaxaudit.analysis.run_reader import CONTROL, Run
 from jaxaudit.core.channel_names import ACTING
 from jaxaudit.core.perturbation import INTERVENTION
@@ -370,7 +371,7 @@ def _caveats(run: Run, panels: list[Panel]) -> list[Markup]:
         verb = "acts" if len(unseparated) == 1 else "act"
         sentences.append(Markup(text).format(_enumeration(unseparated), verb))
     window = run.setting("window", 50)
-    if onsets := [onset for onset in sorted({p.onset for p in panels}) if _trend(run, onset, window) > 0.5]:
+    if run.channel("performance") is not None and (onsets := onsets_in_trend(run.telemetry, window)):
         text = "In the {} steps before step {} performance was itself rising or falling, which widens the band that a "
         text += "collapse has to leave. A smaller window in [metrics] makes collapses easier to detect."
         sentences.append(Markup(text).format(window, ", ".join(map(str, onsets))))
@@ -407,22 +408,3 @@ def _without_effect(run: Run) -> list[str]:
                 if all(np.array_equal(x[index], x[control], equal_nan=True) for x in stored):
                     conditions.append(str(condition))
     return conditions
-
-
-def _trend(run: Run, onset: int, window: int) -> float:
-    """Returns how much of the variance of performance in the `window` steps before an onset a straight line explains.
-
-    This is R squared, in [0, 1]: the median over seeds, each with its own line. All conditions of the onset share these
-    steps. A seed whose performance is constant or not finite there counts as 0. The result is 0 if there is no
-    performance, or if fewer than `window` steps precede the onset.
-    """
-    performance = run.channel("performance")
-    if performance is None or not 0 < window <= onset:
-        return 0.0
-    first = int(np.flatnonzero(run.conditions["onset"] == onset)[0])
-    before = performance[:, first, onset - window : onset]
-    before = before - before.mean(axis=1, keepdims=True)
-    time = np.arange(window) - (window - 1) / 2
-    total = (before**2).sum(axis=1) * (time**2).sum()
-    share = np.divide((before @ time) ** 2, total, where=total > 0, out=np.zeros(len(total)))
-    return float(np.median(share)) if np.isfinite(share).all() else 0.0

@@ -196,6 +196,22 @@ def test_a_chart_has_what_the_page_of_a_report_has_and_its_caption():
     assert "critical: " in render(result.plot("dose_response"))
 
 
+def test_a_neutral_zero_is_left_out_of_the_dose_response():
+    with_zero = audit((0, 1, 8), kinds={"weight_noise": ("parametric", (0.0, 1.0, 4.0), 2.0)})
+    without = audit((1, 8), kinds={"weight_noise": ("parametric", (1.0, 4.0), 2.0)})
+    text = render(with_zero.plot("dose_response"))
+    assert text == render(without.plot("dose_response"))
+    assert f"critical: {with_zero.critical_magnitude('weight_noise').value:.3g} " in text
+
+
+def test_a_performance_that_rises_before_the_onset_is_warned_of():
+    result = audit()
+    assert result.warnings == []
+    result.telemetry["performance"] += np.arange(400)
+    (warning,) = ja.Result(result.telemetry, MetricSettings()).warnings
+    assert warning.startswith("in the 50 steps before step 120 performance was itself rising or falling")
+
+
 def test_a_chart_is_one_of_altairs_that_can_be_changed():
     chart = audit().plot().properties(title="mine")
     assert "mine" in render(chart)
