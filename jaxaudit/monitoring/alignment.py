@@ -129,7 +129,10 @@ def select_channels(clean: Sequence[NamedAttempt], names: Sequence[str] | None) 
             if name not in common:
                 without = next(run for run in clean if name not in run.attempt.series)
                 raise UserError(f"{without.name} {describe_missing('channel', name, without.attempt.series)}")
-        return list(dict.fromkeys(names)), []
+        names = list(dict.fromkeys(names))
+        unscored = [name for name in names if _is_scheduled(name, [run.attempt.series[name] for run in clean])]
+        note = f"{SCHEDULE}, so that only missing and non-finite values raise an alarm: {join_names(unscored)}"
+        return names, [note] if unscored else []
     if not common:
         examples: dict[frozenset[str], NamedAttempt] = {}
         for run in clean:
@@ -141,10 +144,11 @@ def select_channels(clean: Sequence[NamedAttempt], names: Sequence[str] | None) 
     if partly:
         notes.append(f"not read, not in all clean runs: {join_names(partly)}")
     kept = common
-    for reason, applies in _REASONS:
+    for reason, applies in _REASONS.items():
         excluded = [name for name in kept if applies(name, [run.attempt.series[name] for run in clean])]
         if excluded and len(excluded) < len(kept):
-            notes.append(f"left out, {reason}: {join_names(excluded)}; --channels can select them")
+            hint = "" if reason == SCHEDULE else "; --channels can select them"
+            notes.append(f"left out, {reason}: {join_names(excluded)}{hint}")
             kept = [name for name in kept if name not in excluded]
     return kept, notes
 
@@ -187,33 +191,54 @@ def _is_scheduled(name: str, runs: Sequence[Series], tolerance: float = ROUNDING
     return shared > 0
 
 
-_REASONS = (
-    ("the same at every step of each run", _is_constant),
-    ("rising at every step like a clock or counter", _is_counter),
-    ("measuring the speed of the machine", _is_machine_speed),
-    ("the same function of the step in all runs, like a schedule", _is_scheduled),
-)
+SCHEDULE = "the same function of the step in all clean runs, like a schedule"
+
+_REASONS = {
+    "the same at every step of each run": _is_constant,
+    "rising at every step like a clock or counter": _is_counter,
+    "measuring the speed of the machine": _is_machine_speed,
+    SCHEDULE: _is_scheduled,
+}
+"""Reasons to leave a channel out, each with a test. No score can be learned for a schedule."""
 
 
-def changed_constants(new: Sequence[NamedAttempt], clean: Sequence[NamedAttempt]) -> list[str]:
-    """Returns notes on channels that are constant in all clean runs and different in a new run: no score shows it."""
+def changed_schedules(new: Sequence[NamedAttempt], clean: Sequence[NamedAttempt]) -> list[str]:
+    """Returns notes on channels that no score reads, and that differ in a new run from every clean run.
+
+    These are channels with one value in all clean runs, and those that are the same function of the step in all of
+    them, such as the rate of a schedule.
+    """
     notes = []
     for name in dict.fromkeys(name for run in clean for name in run.attempt.series):
-        clean_values = [run.attempt.series[name].values for run in clean if name in run.attempt.series]
-        constant = clean_values[0][0]
-        if len(clean_values) < len(clean) or not all((values == constant).all() for values in clean_values):
+        runs = [run.attempt.series[name] for run in clean if name in run.attempt.series]
+        if len(runs) < len(clean):
+            continue
+        constant = runs[0].values[0]
+        if all((series.values == constant).all() for series in runs):
+            expected = dict.fromkeys((step for run in new for step in run.attempt.steps.tolist()), float(constant))
+            place = "in every clean run"
+        elif _is_scheduled(name, runs):
+            expected = {
+                step: value for x in runs for step, value in zip(x.steps.tolist(), x.values.tolist(), strict=True)
+            }
+            place = "at this step in every clean run"
+        else:
             continue
         for run in new:
             series = run.series(name)
             if series is None:
                 continue
-            changed = np.flatnonzero(series.values != constant)
-            if len(changed):
-                step, value = series.steps[changed[0]], series.values[changed[0]]
-                notes.append(
-                    f"{run.name}: {shorten(name)} is {value:g} at step {step}, and {constant:g} in every clean run"
-                )
+            for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True):
+                if not _equals(value, expected.get(step, value)):
+                    notes.append(
+                        f"{run.name}: {shorten(name)} is {value:g} at step {step}, and {expected[step]:g} {place}"
+                    )
+                    break
     return notes
+
+
+def _equals(value: float, expected: float) -> bool:
+    return value == expected or abs(value - expected) <= 2 * ROUNDING_TOLERANCE * max(abs(value), abs(expected))
 
 
 def tolerated_non_finite(fitted: Sequence[NamedAttempt], channels: Sequence[str]) -> dict[str, frozenset[str]]:

@@ -119,7 +119,7 @@ def _monitor_logs(
         raise UserError(f"a monitor learns from two earlier runs or more, not {len(clean)}")
     clean, notes = alignment.drop_short_runs(clean)
     channels, channel_notes = alignment.select_channels(clean, options.channels)
-    notes += [*channel_notes, *alignment.changed_constants(new, clean)]
+    notes += [*channel_notes, *alignment.changed_schedules(new, clean)]
     split = _split(len(clean))
     fitted, calibrated = split
     tolerated = alignment.tolerated_non_finite([clean[i] for i in fitted], channels)

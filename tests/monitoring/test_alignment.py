@@ -36,9 +36,10 @@ def test_constants_clocks_and_schedules_are_left_out():
     assert [note.partition(";")[0] for note in notes] == [
         "left out, the same at every step of each run: seed, pid",
         "left out, rising at every step like a clock or counter: seconds",
-        "left out, the same function of the step in all runs, like a schedule: rate",
+        "left out, the same function of the step in all clean runs, like a schedule: rate",
     ]
-    assert alignment.select_channels(clean, ["rate", "loss", "rate"]) == (["rate", "loss"], [])
+    note = f"{alignment.SCHEDULE}, so that only missing and non-finite values raise an alarm: rate"
+    assert alignment.select_channels(clean, ["rate", "loss", "rate", "seed"]) == (["rate", "loss", "seed"], [note])
     assert "0 has no channel 'los' (did you mean 'loss'?)" in user_error(alignment.select_channels, clean, ["los"])
 
 
@@ -96,7 +97,22 @@ def test_channels_missing_in_some_clean_runs_are_noted():
 def test_changes_of_channels_constant_in_clean_runs_are_noted():
     clean = [make_attempt(str(i), range(9), loss=noise(i, 9), failures=0, seed=i) for i in range(3)]
     new = [make_attempt("new", range(9), loss=noise(5, 9), failures=[0, 0, 0, 2, 2, 0, 0, 0, 0], seed=7), clean[0]]
-    assert alignment.changed_constants(new, clean) == ["new: failures is 2 at step 3, and 0 in every clean run"]
+    assert alignment.changed_schedules(new, clean) == ["new: failures is 2 at step 3, and 0 in every clean run"]
+
+
+def test_changes_of_a_schedule_are_noted():
+    steps = np.arange(20)
+    clean = [make_attempt(str(i), steps, loss=noise(i, 20), rate=1 / (1 + steps), own=noise(i, 20)) for i in range(3)]
+    spike = 1 / (1 + steps) * np.where((steps >= 7) & (steps < 9), 10, 1)
+    rounded = np.float32(1 / (1 + steps)).astype(float)
+    new = [
+        make_attempt("spike", steps, loss=noise(5, 20), rate=spike, own=noise(6, 20)),
+        make_attempt("rounded", steps, loss=noise(5, 20), rate=rounded, own=noise(6, 20)),
+        make_attempt("longer", np.arange(30), rate=np.r_[1 / (1 + steps), np.full(10, 5.0)]),
+    ]
+    assert alignment.changed_schedules(new, clean) == [
+        "spike: rate is 1.25 at step 7, and 0.125 at this step in every clean run"
+    ]
 
 
 def test_short_clean_runs_are_left_out():
