@@ -170,8 +170,8 @@ class Monitor:
         """Fits a monitor to some clean runs and calibrates it on the others.
 
         Args:
-          clean: telemetry along step and one other dimension: a dataset, such as the control lanes of an audit,
-            `result.telemetry.isel(condition=0)`, or an array (run, step, channel).
+          clean: a dataset with a variable for each channel along (run, step) or (seed, step), such as the control lanes
+            of an audit, `result.telemetry.isel(condition=0)`; or an array (run, step, channel) with names of channels.
           model: the scorer, or its name in MODELS: "ensemble" (several control charts) and "chart" (one) have nothing
             to train; "lru", "gru" and "kalman" are state-space models.
           training: the settings of a state-space model's training.
@@ -235,11 +235,12 @@ class Monitor:
         """Scores runs.
 
         Args:
-          telemetry: a dataset along (..., step), or an array (..., step, channel); further channels are ignored.
+          telemetry: a dataset whose variables have a dimension step, and may have run, seed and condition; or an array
+            (..., step, channel). Further channels are ignored.
 
         Returns:
-          `score` (..., step), the combined score: higher is more unusual, NaN in a gap; `most` (..., step), the name of
-          the most unusual score; `latent` (..., step, entry), the meta-state.
+          A dataset with `score` (..., step), which is higher the more unusual the run is, and NaN in a gap; `most`
+          (..., step), the name of the most unusual of the scores; and `latent` (..., step, entry), the meta-state.
 
         Raises:
           ValueError: a channel that the monitor reads is missing.

@@ -419,4 +419,14 @@ def _write(
     (out / "monitored.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     for name in about["runs"]:
         also = f"; {later[name]}" if name in later else ""
-        say(f"{name}: {first[name] or 'no alarm'}{also}")
+        say(f"{name}: {first[name] or _without_alarm(name, groups)}{also}")
+
+
+def _without_alarm(name: str, groups: Sequence[ScoredGroup]) -> str:
+    """Returns the text for a run without an alarm: how near its largest score is to the threshold."""
+    for group in groups:
+        if name in group.new.runs.names:
+            scores = group.new.scored.score[group.new.runs.names.index(name)]
+            if np.isfinite(scores).any():
+                return f"no alarm, largest score {np.nanmax(scores):.2f} of {group.limit:.2f}"
+    return "no alarm"

@@ -55,7 +55,7 @@ def stack_channels(telemetry: xr.Dataset, names: Sequence[str] | None = None) ->
     """Returns a dataset's variables as one float32 array `[..., step, channel]`; entries of a vector become channels.
 
     Args:
-      telemetry: variables along "step" and any of "seed", "condition" and dimensions of their own.
+      telemetry: variables along "step" and any of "run", "seed", "condition" and dimensions of their own.
       names: the variables to stack; None stacks all but DERIVED_CHANNELS and those whose `Channel.monitored`
         (`jaxaudit.core.learner`) is false.
 
@@ -72,7 +72,7 @@ def stack_channels(telemetry: xr.Dataset, names: Sequence[str] | None = None) ->
         names = [
             name for name in available if name not in DERIVED_CHANNELS and telemetry[name].attrs.get("monitored", 1)
         ]
-    lane_dims = [dim for dim in ("seed", "condition", "step") if dim in telemetry.dims]
+    lane_dims = [dim for dim in ("run", "seed", "condition", "step") if dim in telemetry.dims]
     parts = []
     for name in names:
         values = telemetry[name].astype(np.float32)

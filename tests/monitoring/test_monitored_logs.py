@@ -51,7 +51,19 @@ def monitor_output(out, files, clean, **options):
     monitor_logs(files, clean, out, Options(**options), messages.append)
     notes = [line.removeprefix("note: ") for line in messages if line.startswith("note: ")]
     verdicts = dict(line.rsplit("/", 1)[-1].split(": ", 1) for line in messages if not line.startswith("note: "))
-    return verdicts, notes
+    return {
+        name: re.sub(r"^no alarm, largest score \S+ of \S+", "no alarm", text) for name, text in verdicts.items()
+    }, notes
+
+
+def test_a_run_without_an_alarm_has_its_largest_score_beside_the_threshold(clean, tmp_path):
+    lines = []
+    monitor_logs([clean[0]], clean[1:], tmp_path / "out", Options(), lines.append)
+    largest, limit = map(float, re.search(r"clean0.jsonl: no alarm, largest score (\S+) of (\S+)$", lines[-1]).groups())
+    scores = xr.open_zarr(tmp_path / "out" / "monitored.zarr")
+    assert largest == pytest.approx(float(scores["score"].max()), abs=0.005)
+    stored = json.loads((tmp_path / "out" / "monitored.json").read_text())["threshold"]
+    assert largest < limit == pytest.approx(stored, abs=0.005)
 
 
 def test_non_finite_values_are_alarms_that_name_step_and_channels(clean, tmp_path):
