@@ -549,7 +549,12 @@ class Taps:
             available = {"selected": selected, "elapsed": windows.elapsed(step), "alarm": alarm, **context}
             needed = {name: available[name] for name in kind.needs}
             call_key = jax.random.fold_in(jax.random.fold_in(key, slot.stream), call)
-            return kind.apply(call_key, value, magnitude, state, **needed)
+            returned = kind.apply(call_key, value, magnitude, state, **needed)
+            if not (isinstance(returned, tuple) and len(returned) == 2):
+                raise ValueError(f"perturbation '{kind.name}' keeps a state, so its function returns (value, state)")
+            _check_alike(f"perturbation '{kind.name}' returned a value", returned[0], value)
+            _check_alike(f"perturbation '{kind.name}' returned a state", returned[1], state)
+            return returned
 
         def disturbed(value: Any, state: Any) -> tuple[Any, Any]:
             magnitude = lane.magnitude[index]
@@ -638,6 +643,16 @@ def reset_opening_states(
 
 def _where(chosen: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda n, o: jnp.where(chosen, n, o).astype(jnp.asarray(o).dtype), new, old)
+
+
+def _check_alike(what: str, new: Any, old: Any) -> None:
+    """Raises ValueError if a tree has another structure or other shapes than the one that it replaces."""
+    if (structure := jax.tree.structure(new)) != (expected := jax.tree.structure(old)):
+        raise ValueError(f"{what} of the structure {structure} for one of {expected}")
+    for (path, leaf), old_leaf in zip(jax.tree_util.tree_leaves_with_path(new), jax.tree.leaves(old), strict=True):
+        if jnp.shape(leaf) != jnp.shape(old_leaf):
+            place = f" at {name}" if (name := jax.tree_util.keystr(path)) else ""
+            raise ValueError(f"{what} of shape {jnp.shape(leaf)} for one of {jnp.shape(old_leaf)}{place}")
 
 
 def _cast_like(new: Any, old: Any) -> Any:

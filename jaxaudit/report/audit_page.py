@@ -317,7 +317,7 @@ def _key_numbers(run: Run) -> list[tuple[str, str]]:
         ("conditions", f"{conditions}"),
         ("steps", f"{run.steps}"),
     ]
-    if _is_number(environment.get("samples")):
+    if _is_number(environment.get("samples")) and environment["samples"]:
         keys.append((str(environment.get("sample", "samples")), _with_prefix(environment["samples"])))
     if _is_number(environment.get("wall_seconds")):
         keys.append(("wall time", _duration(environment["wall_seconds"])))

@@ -76,6 +76,12 @@ def test_a_bracket_is_the_step_with_the_fewest_contradictions():
     assert outer_bracket(one_harsh_survivor) == (-math.inf, 4)
 
 
+def test_a_kind_with_a_buffer_is_searched_below_the_given_magnitudes_only():
+    (direction,) = directions([ja.stale_policy(8, onset=20)], 100, 4, 1000.0)
+    assert direction.magnitudes(direction.low) == (1.0,)
+    assert direction.magnitudes(direction.high) == (8.0,)
+
+
 def simulate_search(thresholds, tolerance=0.02, lanes=16, reach=1000.0, standard=10.0):
     """Runs a search on seeds with known thresholds (as magnitudes), without training."""
     (direction,) = directions([ja.gradient_scale(standard, onset=20)], 100, len(thresholds), reach)
@@ -147,7 +153,7 @@ def test_the_checked_share_is_that_of_the_margins_magnitude_or_missing(n):
     else:
         assert math.isnan(row.collapsed_at_margin)
         location = f"at {checked:.3g}, where {(thresholds <= checked).sum()} of {n} collapse"
-        assert row.reason == f"it moved when seeds were tried {location}"
+        assert row.reason == f"the margin moved when all seeds were tried {location}"
     assert (checked == row.margin) == (n in (4, 8, 20)), "both cases must occur"
 
 

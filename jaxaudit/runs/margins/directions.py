@@ -138,12 +138,14 @@ class Direction:
     @cached_property
     def low(self) -> float:
         """The mildest log scale that can be tried, which is `floor` if that is finite."""
-        return self.floor if math.isfinite(self.floor) else self.snap(min(self.initial) - self._log_reach)
+        return self.floor if math.isfinite(self.floor) else self.snap(min(self.initial) - math.log(self.reach))
 
     @cached_property
     def high(self) -> float:
         """The harshest log scale that can be tried."""
-        return min(max(self.initial) + self._log_reach, max(axis.highest for axis in self._scaled_axes))
+        if any(axis.perturbation.kind.sized for axis in self._scaled_axes):
+            return max(self.initial)  # lanes have room for the largest magnitude that was given, and no larger one
+        return min(max(self.initial) + math.log(self.reach), max(axis.highest for axis in self._scaled_axes))
 
     def snap(self, log_scale: float) -> float:
         """Returns the mildest log scale, from this one on, that can be tried; it may be infinite."""
@@ -180,12 +182,6 @@ class Direction:
     @property
     def _scaled_axes(self) -> list[Axis]:
         return [axis for axis in self.axes if not axis.is_fixed]
-
-    @property
-    def _log_reach(self) -> float:
-        if any(axis.perturbation.kind.sized for axis in self._scaled_axes):
-            return 0.0  # lanes have room for the largest magnitude that was given, and no larger one
-        return math.log(self.reach)
 
 
 def directions(

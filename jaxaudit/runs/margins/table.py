@@ -239,7 +239,9 @@ class Margins:
             checks = [p.log_scale for p in probes if p.purpose == "check"]
             if checks and len(at_check := _outcomes_at(estimate, checks[-1])) == n:
                 magnitudes = estimate.direction.format(checks[-1])
-                reason = f"it moved when seeds were tried at {magnitudes}, where {sum(at_check)} of {n} collapse"
+                reason = (
+                    f"the margin moved when all seeds were tried at {magnitudes}, where {sum(at_check)} of {n} collapse"
+                )
         return {"checked": len(at_margin), "collapsed_at_margin": math.nan, "reason": reason}
 
 
