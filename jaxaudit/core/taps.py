@@ -647,8 +647,9 @@ def _where(chosen: jax.Array, new: Any, old: Any) -> Any:
 
 def _check_alike(what: str, new: Any, old: Any) -> None:
     """Raises ValueError if a tree has another structure or other shapes than the one that it replaces."""
-    if (structure := jax.tree.structure(new)) != (expected := jax.tree.structure(old)):
-        raise ValueError(f"{what} of the structure {structure} for one of {expected}")
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (new, old)]
+    if structures[0] != structures[1]:
+        raise ValueError(f"{what} of the structure {structures[0]} for one of {structures[1]}")
     for (path, leaf), old_leaf in zip(jax.tree_util.tree_leaves_with_path(new), jax.tree.leaves(old), strict=True):
         if jnp.shape(leaf) != jnp.shape(old_leaf):
             place = f" at {name}" if (name := jax.tree_util.keystr(path)) else ""
