@@ -249,9 +249,8 @@ def _step_times(specs: dict[str, Spec], path: Path) -> pd.DataFrame:
     """Returns the table of `scoring.time_steps`, which is measured once and stored at `path`."""
     if path.exists():
         return pd.read_csv(path)
-    print("time of a step: each variant and the plain learner, in turns", file=sys.stderr)
     grids = {name: replace(spec, perturbations=()).build() for name, spec in specs.items()}
     grids = {name: replace(grid, tail=grid.steps) for name, grid in grids.items()}
-    times = scoring.time_steps(grids.pop(PLAIN), grids)
+    times = scoring.time_steps(grids.pop(PLAIN), grids, say=partial(print, file=sys.stderr))
     write_text(path, times.to_csv(index=False))
     return times

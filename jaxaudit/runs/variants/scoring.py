@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -386,7 +386,9 @@ def _nan_mean(values: np.ndarray) -> float:
     return float(values.mean()) if values.size else math.nan
 
 
-def time_steps(plain: Grid, variants: Mapping[str, Grid], turns: int = TURNS) -> pd.DataFrame:
+def time_steps(
+    plain: Grid, variants: Mapping[str, Grid], turns: int = TURNS, say: Callable[[str], object] = lambda line: None
+) -> pd.DataFrame:
     """Times the undisturbed lanes of each variant beside those of the plain learner, in turns.
 
     The programs of all variants together may have more memory maps than the system allows a process, so that no more
@@ -396,6 +398,7 @@ def time_steps(plain: Grid, variants: Mapping[str, Grid], turns: int = TURNS) ->
       plain: the grid of the plain learner.
       variants: the other grids, by name; all have the same number of seeds.
       turns: how many times each grid is timed.
+      say: receives a line before each variant is timed.
 
     Returns:
       a table with a row for each variant and turn: `variant`, `turn`, and the seconds per step of all lanes together,
@@ -404,6 +407,7 @@ def time_steps(plain: Grid, variants: Mapping[str, Grid], turns: int = TURNS) ->
     rows = []
     plain_timer = _StepTimer(plain)
     for name, grid in variants.items():
+        say(f"time of a step: {name}, in turns with the plain learner")
         timers = _StepTimer(grid), plain_timer
         for timer in timers:
             timer.measure()  # compiles the program again if it was dropped meanwhile
@@ -436,7 +440,6 @@ class _StepTimer:
         self._advance()  # a warm-up
         seconds = self._advance()
         self._steps_per_turn = max(1, min(math.ceil(MIN_SECONDS / seconds), grid.steps - 1))
-        self._restart()
 
     def _restart(self) -> None:
         self._states: LaneState = self._engine.initial(self._batch)
