@@ -24,6 +24,8 @@ from jaxaudit.analysis.metrics import MetricSettings
 from jaxaudit.analysis.results import lane_table
 from jaxaudit.analysis.statistics.paired import holm, sign_flips
 from jaxaudit.cli.main import main
+from jaxaudit.execution import engine
+from jaxaudit.runs.variants import folder as variants_folder
 from jaxaudit.runs.variants import scoring
 from jaxaudit.runs.variants.compare import fresh_seeds, verdict
 from jaxaudit.runs.variants.folder import load, parse
@@ -447,6 +449,21 @@ def folder(tmp_path_factory):
     (root / "spec.toml").write_text(SPEC)
     assert main(["compare", str(root / "spec.toml"), "-o", str(root / "out")]) == 0
     return root
+
+
+def test_a_run_of_a_comparison_begins_without_the_programs_of_earlier_ones(tmp_path, monkeypatch):
+    kept, train = [], variants_folder.durable.run
+
+    def run(*arguments):
+        kept.append(engine._compiled.cache_info().currsize)
+        train(*arguments)
+
+    monkeypatch.setattr(variants_folder.durable, "run", run)
+    monkeypatch.setattr(variants_folder, "_step_times", lambda *arguments: None)
+    engine.forget_programs()
+    (tmp_path / "spec.toml").write_text(SPEC.replace("fresh = 8", "fresh = 0"))
+    assert main(["compare", str(tmp_path / "spec.toml"), "-o", str(tmp_path / "out")]) == 0
+    assert kept == [0, 0, 0]
 
 
 def test_the_command_writes_runs_tables_and_a_page(folder, capsys):
