@@ -218,9 +218,8 @@ def changed_schedules(new: Sequence[NamedAttempt], clean: Sequence[NamedAttempt]
             expected = dict.fromkeys((step for run in new for step in run.attempt.steps.tolist()), float(constant))
             place = "in every clean run"
         elif _is_scheduled(name, runs):
-            expected = {
-                step: value for x in runs for step, value in zip(x.steps.tolist(), x.values.tolist(), strict=True)
-            }
+            pairs = (pair for x in runs for pair in zip(x.steps.tolist(), x.values.tolist(), strict=True))
+            expected = {step: value for step, value in pairs if not math.isnan(value)}
             place = "at this step in every clean run"
         else:
             continue
@@ -229,16 +228,12 @@ def changed_schedules(new: Sequence[NamedAttempt], clean: Sequence[NamedAttempt]
             if series is None:
                 continue
             for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True):
-                if not _equals(value, expected.get(step, value)):
+                if step in expected and not math.isclose(value, expected[step], rel_tol=2 * ROUNDING_TOLERANCE):
                     notes.append(
                         f"{run.name}: {shorten(name)} is {value:g} at step {step}, and {expected[step]:g} {place}"
                     )
                     break
     return notes
-
-
-def _equals(value: float, expected: float) -> bool:
-    return value == expected or abs(value - expected) <= 2 * ROUNDING_TOLERANCE * max(abs(value), abs(expected))
 
 
 def tolerated_non_finite(fitted: Sequence[NamedAttempt], channels: Sequence[str]) -> dict[str, frozenset[str]]:

@@ -236,3 +236,30 @@ def test_a_program_recognizes_gpus_by_its_devices():
     grid = plan(learner_of(in_taps_scan), [], seeds=2, steps=STEPS)
     assert not grid.program.on_gpus
     assert replace(grid.program, devices=(SimpleNamespace(platform="gpu"),)).on_gpus
+
+
+@pytest.mark.parametrize(
+    ("returned", "init", "words"),
+    [
+        (lambda value, state: ([value["w"]], state), None, "returned a value of the structure"),
+        (
+            lambda value, state: ({"w": value["w"][0]}, state),
+            None,
+            r"a value of shape \(\) for one of \(3,\) at \['w'\]",
+        ),
+        (lambda value, state: value, jnp.zeros, r"keeps a state, so its function returns \(value, state\)"),
+        (lambda value, state: (value, jnp.zeros(3)), jnp.zeros, r"a state of shape \(3,\) for one of \(2,\)"),
+    ],
+)
+def test_a_perturbation_that_returns_another_tree_is_named(returned, init, words):
+    def apply(key, value, magnitude, state):
+        return returned(value, state)
+
+    options = {} if init is None else {"init": lambda value: init(2)}
+    kind = ja.Kind("another", "signal", "gradient", apply, **options)
+
+    def step(x, taps):
+        return taps("gradient", {"w": x})["w"].sum()
+
+    with pytest.raises(ValueError, match=f"perturbation 'another' .*{words}"):
+        performance_of(step, kind(1.0, onset=1, duration=1))

@@ -108,10 +108,12 @@ def test_changes_of_a_schedule_are_noted():
     new = [
         make_attempt("spike", steps, loss=noise(5, 20), rate=spike, own=noise(6, 20)),
         make_attempt("rounded", steps, loss=noise(5, 20), rate=rounded, own=noise(6, 20)),
-        make_attempt("longer", np.arange(30), rate=np.r_[1 / (1 + steps), np.full(10, 5.0)]),
+        make_attempt("longer", np.arange(30), rate=np.r_[1 / (1 + steps), np.full(9, 5.0), np.nan]),
+        make_attempt("lost", steps, rate=np.where(steps == 4, np.nan, 1 / (1 + steps))),
     ]
     assert alignment.changed_schedules(new, clean) == [
-        "spike: rate is 1.25 at step 7, and 0.125 at this step in every clean run"
+        "spike: rate is 1.25 at step 7, and 0.125 at this step in every clean run",
+        "lost: rate is nan at step 4, and 0.2 at this step in every clean run",
     ]
 
 

@@ -295,3 +295,14 @@ def test_a_monitor_is_immutable(monitor):
     for object_, name in ((monitor, "gaps"), (monitor.expectation, "model")):
         with pytest.raises(AttributeError):
             setattr(object_, name, None)
+
+
+def test_runs_are_read_along_a_dimension_of_either_name():
+    random = np.random.default_rng(0)
+    values = {name: (("seed", "step"), random.normal(size=(8, 30))) for name in ("loss", "norm")}
+    by_seed = xr.Dataset(values)
+    by_run = by_seed.rename(seed="run")
+    first, second = (Monitor.fit(runs, model="chart") for runs in (by_seed, by_run))
+    scores = second.score(by_run)["score"]
+    assert scores.dims == ("run", "step")
+    np.testing.assert_array_equal(scores.values, first.score(by_seed)["score"].values)
