@@ -77,9 +77,9 @@ def test_a_bracket_is_the_step_with_the_fewest_contradictions():
 
 
 def test_a_kind_with_a_buffer_is_searched_below_the_given_magnitudes_only():
-    (direction,) = directions([ja.stale_policy(8, onset=20)], 100, 4, 1000.0)
+    (direction,) = directions([ja.stale_policy(4, onset=20)], 100, 4, 1000.0)
     assert direction.magnitudes(direction.low) == (1.0,)
-    assert direction.magnitudes(direction.high) == (8.0,)
+    assert direction.magnitudes(direction.high) == (4.0,)
 
 
 def simulate_search(thresholds, tolerance=0.02, lanes=16, reach=1000.0, standard=10.0):
