@@ -257,6 +257,7 @@ COUNTED = remedies.RemedyKind("counted", 1.0, "reward", count_calls, neutral=0.0
 STEERED = remedies.RemedyKind("steered", 1.0, "gradient", increase, neutral=0.0)
 
 
+@pytest.mark.exhaustive
 def test_x_used_excludes_a_remedy_at_the_gradient_site():
     telemetry = lane_telemetry(audit_telemetry(ja.remedied(small_learner(), STEERED(5.0))), "pushed")
     remedied = telemetry["gradient"] + 5.0
@@ -550,6 +551,7 @@ def test_a_channel_reports_the_share_of_applications_in_which_a_remedy_acted():
     assert telemetry["acted_zclip"].attrs["monitored"] == 0
 
 
+@pytest.mark.exhaustive
 def test_nested_remedies_have_separate_channels():
     rate = remedies.learning_rate_scale(0.5)
     inner_first = ja.remedied(ja.remedied(small_learner(), remedies.nonfinite_skip()), rate)
@@ -558,6 +560,7 @@ def test_nested_remedies_have_separate_channels():
     assert (telemetry["acted_nonfinite_skip"].values == 0).all()
 
 
+@pytest.mark.exhaustive
 def test_a_lanes_share_counts_from_its_onset():
     """Resets follow steps 1, 3, 5 and 7 of ten: two of the six steps from step 4, or one of the four from step 6."""
     learner = ja.remedied(small_learner(), remedies.periodic_reset())

@@ -76,6 +76,7 @@ def test_the_fisher_product_equals_jacobian_and_softmax_information():
     np.testing.assert_allclose(flat(product(vector)), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["ppo", "trpo"])
 def test_discrete_actions_are_no_site_but_the_dynamics_are(name):
     learner = getattr(ja.learners, name)("CartPole-v1", num_envs=2, rollout_length=8, minibatch_size=8)

@@ -76,6 +76,7 @@ def value(run, room):
     return float(agent.value(state.networks.params, jax.nn.one_hot(room, 5)))
 
 
+@pytest.mark.exhaustive
 def test_the_value_before_termination_is_the_last_reward(run):
     assert value(run, ONE_STEP) == pytest.approx(1.0, abs=0.03)
     assert value(run, SECOND_STEP) == pytest.approx(1.0, abs=0.03)
@@ -273,6 +274,7 @@ def test_target_networks_move_once_per_actor_update(learn):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), target, expected)
 
 
+@pytest.mark.exhaustive
 def test_vmapped_lanes_learn_as_alone_and_the_actor_is_delayed(learn):
     agent, learn, store = learn
     keys, rate = jax.random.split(jax.random.key(1), 3), np.float32(SMALL["learning_rate"])
@@ -287,6 +289,7 @@ def test_vmapped_lanes_learn_as_alone_and_the_actor_is_delayed(learn):
     assert learn._cache_size() == vmapped._cache_size() == 1
 
 
+@pytest.mark.exhaustive
 def test_raise_entropy_multiplies_sacs_temperature_during_an_alarm():
     """Updates at a temperature of 1/4 with the alarm on equal those at 2 without it, bit for bit."""
     agent = SAC(Rooms(), 4, SACSettings(**SMALL))

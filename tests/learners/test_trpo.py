@@ -372,6 +372,7 @@ def in_window(lane):
     return {name: series[:, OPEN] for name, series in lane.items()}
 
 
+@pytest.mark.exhaustive
 def test_the_line_search_rejects_steps_of_a_learning_rate_spike(audited):
     spiked, control = in_window(audited["actor"]), in_window(audited["control"])
     assert (spiked["accepted"] == 0).all()

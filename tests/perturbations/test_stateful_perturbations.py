@@ -156,6 +156,7 @@ def test_observation_delayed_is_a_queue_per_episode(lanes, steps, when):
                 np.testing.assert_array_equal(disturbed["next"][t, i, env], expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("when", WINDOWS)
 @pytest.mark.parametrize("steps", DELAYED["action_delayed"])
 def test_action_delayed_is_a_queue_per_episode(lanes, steps, when):

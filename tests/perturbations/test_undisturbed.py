@@ -177,6 +177,7 @@ def test_acting_is_worse_until_all_disturbed_episodes_have_ended(disturbed_resul
     assert not awaited[:, CLOSE + longest - 1 :].any()
 
 
+@pytest.mark.exhaustive
 def test_a_periodic_window_keeps_the_undisturbed_copies(disturbed_result):
     _, acting = performance_and_acting(disturbed_result, 2)
     assert (acting[:, ONSET + TIME_LIMIT :] < TIME_LIMIT - 5).all()

@@ -196,6 +196,7 @@ def test_a_chart_has_what_the_page_of_a_report_has_and_its_caption():
     assert "critical: " in render(result.plot("dose_response"))
 
 
+@pytest.mark.exhaustive
 def test_a_neutral_zero_is_left_out_of_the_dose_response():
     with_zero = audit((0, 1, 8), kinds={"weight_noise": ("parametric", (0.0, 1.0, 4.0), 2.0)})
     without = audit((1, 8), kinds={"weight_noise": ("parametric", (1.0, 4.0), 2.0)})
@@ -241,6 +242,7 @@ def test_more_panels_than_a_reader_can_follow():
     assert len(spec["concat"]) == 12
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("package", ["altair", "vl_convert"])
 def test_a_missing_package_is_named_each_time(package):
     code = f"""if True:

@@ -383,6 +383,7 @@ def test_a_variant_with_another_structure_is_reported_as_such():
     assert comparison().structures == ("other clip",)
 
 
+@pytest.mark.exhaustive
 def test_confirmation_uses_other_seeds(folder):
     assert fresh_seeds([3, 9, 1], 2) == [10, 11]
     for name in ("plain", "half-the-rate"):
@@ -466,6 +467,7 @@ def test_a_run_of_a_comparison_begins_without_the_programs_of_earlier_ones(tmp_p
     assert kept == [0, 0, 0]
 
 
+@pytest.mark.exhaustive
 def test_the_command_writes_runs_tables_and_a_page(folder, capsys):
     out = folder / "out"
     for name in ("variants/plain", "variants/half-the-rate", "variants/half-the-clip", "confirmation/plain"):

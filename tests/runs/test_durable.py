@@ -100,7 +100,7 @@ def stopped(runs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kills", [2, pytest.param(7, marks=pytest.mark.exhaustive), pytest.param(20, marks=pytest.mark.slow)]
+    "kills", [pytest.param(7, marks=pytest.mark.exhaustive), pytest.param(20, marks=pytest.mark.slow)]
 )
 def test_a_run_killed_at_many_instants_resumes_bitwise(kills, server, reference, tmp_path):
     folder, chunks_at_kill = run_through_kills(server, tmp_path, SPEC, CHUNKS, kills)

@@ -65,6 +65,7 @@ def _jax_as_configured(monkeypatch):
     monkeypatch.setattr(cli, "prepare_jax", lambda: None)
 
 
+@pytest.mark.exhaustive
 def test_margins_of_a_run_use_its_lanes(finished):
     table = pd.read_csv(finished / "searched/margins/margins.csv")
     assert table.perturbation.tolist() == ["lr_spike @10", "weight_noise @10", "weight_noise @12"]

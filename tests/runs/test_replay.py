@@ -248,6 +248,7 @@ def test_a_fork_of_a_damaged_onset_is_refused(copied, tmp_path):
     assert replay(tmp_path / "fork").equal
 
 
+@pytest.mark.exhaustive
 def test_the_command_line_forks_and_replays(run_cli, copied, tmp_path):
     (tmp_path / "one.toml").write_text(ONE_ONSET)
     result = run_cli("fork", copied, tmp_path / "one.toml", "-o", tmp_path / "fork")

@@ -119,6 +119,7 @@ def test_the_baseline_is_first_and_forks_follow_as_soon_as_possible(run, referen
     assert backend.submitted == list(range(8))
 
 
+@pytest.mark.exhaustive
 def test_workers_that_vanish_are_replaced_from_the_stored_states(run, reference, capsys):
     backend = VanishingBackend(vanish={0: [2, 2], 4: [0, 1]})
     assert_runs_equal(folder := run(backend), reference)
