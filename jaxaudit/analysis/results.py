@@ -143,29 +143,34 @@ MOST_TREND = 0.5
 def onsets_in_trend(data: xr.Dataset, window: int) -> list[int]:
     """Returns the onsets before which performance was itself rising or falling, which widens the band of a collapse.
 
-    A straight line is fitted to each seed's performance in the `window` steps before an onset, which all conditions of
-    the onset share. The onset is returned if the median over seeds of R squared is above `MOST_TREND`. A seed whose
-    performance is constant there has an R squared of 0. An onset is left out if a seed's performance is not finite
-    there, or fewer steps precede it.
+    An onset is left out if fewer than `window` steps precede it.
 
     Args:
       data: Telemetry with dims (seed, condition, step).
       window: The number of steps.
     """
     onsets = data["onset"].values
-    time = np.arange(window) - (window - 1) / 2
     found = []
     for onset in np.unique(onsets).tolist():
-        if not 0 < window <= onset:
-            continue
         lanes = data[PERFORMANCE].isel(condition=int(np.flatnonzero(onsets == onset)[0])).transpose("seed", "step")
-        before = lanes.values[:, onset - window : onset].astype(np.float64)
-        before = before - before.mean(axis=1, keepdims=True)
-        total = (before**2).sum(axis=1) * (time**2).sum()
-        explained = np.divide((before @ time) ** 2, total, where=total > 0, out=np.zeros(len(total)))
-        if np.isfinite(explained).all() and np.median(explained) > MOST_TREND:
+        if 0 < window <= onset and has_trend(lanes.values[:, onset - window : onset]):
             found.append(int(onset))
     return found
+
+
+def has_trend(performance: np.ndarray) -> bool:
+    """Returns whether the performance of most seeds, `[S, W]`, was rising or falling in a window of W steps.
+
+    A straight line is fitted to each seed's performance. There is a trend if the median over seeds of R squared is
+    above `MOST_TREND`. A seed whose performance is constant has an R squared of 0. There is none if a value is not
+    finite.
+    """
+    time = np.arange(performance.shape[1]) - (performance.shape[1] - 1) / 2
+    deviation = performance.astype(np.float64)
+    deviation = deviation - deviation.mean(axis=1, keepdims=True)
+    total = (deviation**2).sum(axis=1) * (time**2).sum()
+    explained = np.divide((deviation @ time) ** 2, total, where=total > 0, out=np.zeros(len(total)))
+    return bool(np.isfinite(explained).all() and np.median(explained) > MOST_TREND)
 
 
 def lane_table(lanes: xr.Dataset) -> pd.DataFrame:

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
 from jaxaudit.analysis import metrics
+from jaxaudit.analysis.results import has_trend
 
 STEPS, WINDOW, HOLD = 240, 20, 30
 SETTINGS = metrics.MetricSettings(window=WINDOW, hold=HOLD, horizon=60)
@@ -388,3 +390,32 @@ def test_a_batch_of_lanes_without_vmap_is_refused():
         metrics.collapse_time(np.zeros((2, STEPS)), 60)
     with pytest.raises(ValueError, match=r"use jax\.vmap"):
         metrics.meta_state_deviation(np.zeros(STEPS), 60)
+
+
+def with_r_squared(*values):
+    """Returns one seed's performance `[S, 30]` for each value of R squared, with rising and falling lines."""
+    time, rng = np.arange(30) - 14.5, np.random.default_rng(0)
+    rows = []
+    for number, value in enumerate(values):
+        residual = rng.normal(size=30)
+        residual -= residual.mean()
+        residual -= (residual @ time) / (time @ time) * time
+        line = (-1) ** number * np.sqrt(value) * time / np.linalg.norm(time)
+        rows.append(1000 + line + np.sqrt(1 - value) * residual / np.linalg.norm(residual))
+        assert stats.linregress(time, rows[-1]).rvalue ** 2 == pytest.approx(value)
+    return np.array(rows)
+
+
+@pytest.mark.parametrize(
+    ("performance", "trend"),
+    [
+        (with_r_squared(0.52), True),
+        (with_r_squared(0.48), False),
+        (with_r_squared(0.9, 0.52, 0.1), True),
+        (with_r_squared(0.9, 0.48, 0.1), False),
+        (np.full((3, 30), 7.0), False),
+        (np.where(np.arange(30) == 3, np.nan, with_r_squared(0.9)), False),
+    ],
+)
+def test_a_trend_is_a_line_that_explains_half_of_the_variance_of_most_seeds(performance, trend):
+    assert has_trend(performance) is trend

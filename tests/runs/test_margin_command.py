@@ -18,10 +18,13 @@ from small_runs import spec_header
 from worker_runs import InProcessBackend
 
 import jaxaudit as ja
+from jaxaudit.analysis.results import onsets_in_trend
+from jaxaudit.analysis.run_reader import load
 from jaxaudit.cli import main as cli
 from jaxaudit.execution.engine import Engine
 from jaxaudit.runs import lifecycle as durable
 from jaxaudit.runs.margins import folder
+from jaxaudit.runs.margins.search import MarginSettings
 from jaxaudit.runs.run_folder import Folder
 from jaxaudit.spec.document import parse
 
@@ -90,9 +93,13 @@ def test_a_run_and_a_call_give_the_same_margins(finished):
     spec = parse(SPEC)
     learner = spec.build().program.learner
     perturbations = [entry.perturbation for entry in spec.perturbations]
-    table = ja.margin(learner, perturbations, seeds=6, steps=40, settings=spec.metrics).table
+    margins = ja.margin(learner, perturbations, seeds=6, steps=40, settings=spec.metrics)
     searched = pd.read_csv(finished / "searched/margins/margins.csv")
-    np.testing.assert_allclose(np.log(table.margin), np.log(searched.margin), atol=0.03)
+    np.testing.assert_allclose(np.log(margins.table.margin), np.log(searched.margin), atol=0.03)
+    stored = folder.search_margins(finished / "searched", None, None, MarginSettings())
+    trending = onsets_in_trend(load(finished / "run").telemetry, spec.metrics.window)
+    assert margins.trending == stored.trending == tuple(trending)
+    assert trending == [10, 12]
 
 
 def test_a_second_call_trains_nothing_and_a_finer_one_continues(finished, run, capsys, monkeypatch):

@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxaudit.core.channel_names import PERFORMANCE
 from jaxaudit.core.grid import Grid
 from jaxaudit.execution.driver import chunk_size
@@ -83,9 +85,18 @@ class SearchedRun:
 
     def fork_point(self, engine: Engine, fork: int) -> ForkPoint:
         """Returns the stored states of a fork group, given by its index, and the baseline's performance before it."""
-        onset, settings = self.grid.forks[fork].onset, self.spec.metrics
-        performance = self.store.read_channel("baseline_performance", search.baseline_steps(onset, self.grid, settings))
-        return ForkPoint(fork, onset, onset_source(self.store, engine, onset), performance, settings)
+        onset = self.grid.forks[fork].onset
+        source = onset_source(self.store, engine, onset)
+        return ForkPoint(fork, onset, source, self._performance_before(onset), self.spec.metrics)
+
+    def onsets_in_trend(self) -> tuple[int, ...]:
+        """Returns the onsets before which the performance of most seeds was itself rising or falling."""
+        onsets = [fork.onset for fork in self.grid.forks]
+        return tuple(x for x in onsets if search.in_trend(x, self._performance_before(x), self.spec.metrics))
+
+    def _performance_before(self, onset: int) -> np.ndarray:
+        steps = search.baseline_steps(onset, self.grid, self.spec.metrics)
+        return self.store.read_channel("baseline_performance", steps)
 
     def trained_probes(self, config: SearchConfig) -> list[Probe]:
         """Returns the lanes of the run that belong to the search: controls, and conditions on one of its directions."""
@@ -228,9 +239,10 @@ def search_margins(
     config = run.configure(settings)
     store = _SearchFolder(Folder(out or folder / "margins"), run, settings)
     store.read(config)  # raises before anything is created
+    trending = run.onsets_in_trend()
 
     def result() -> Margins:
-        return Margins(config, tuple(probes), run.grid.seeds, settings.criterion, run.grid.steps)
+        return Margins(config, tuple(probes), run.grid.seeds, settings.criterion, run.grid.steps, trending)
 
     with store.locked():
         probes = store.read(config) or run.trained_probes(config)

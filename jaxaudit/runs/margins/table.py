@@ -73,6 +73,7 @@ class Margins:
       seeds: the seeds' numbers.
       criterion: "divergence" or "collapse".
       steps: the length of a run.
+      trending: the onsets before which performance was itself rising or falling.
     """
 
     plan: SearchConfig
@@ -80,6 +81,7 @@ class Margins:
     seeds: tuple[int, ...]
     criterion: str
     steps: int
+    trending: tuple[int, ...] = ()
 
     @cached_property
     def estimates(self) -> list[MarginEstimate]:
@@ -156,9 +158,9 @@ class Margins:
         """The notes below the table, each one line of text.
 
         The first two define the margin and its interval; the second also says if the seeds are too few for the
-        confidence level. Further notes name onsets in the second half of the run, where any collapse counts;
-        perturbations with seeds that survive a harsher magnitude than one at which they collapse; and those with seeds
-        whose collapse time is unknown.
+        confidence level. Further notes name onsets in the second half of the run, where any collapse counts; onsets
+        before which performance was itself rising or falling; perturbations with seeds that survive a harsher magnitude
+        than one at which they collapse; and those with seeds whose collapse time is unknown.
         """
         level = self.plan.level
         notes = [f"margin: the magnitude from which half of the seeds collapse; {self._criterion_note()}"]
@@ -172,6 +174,12 @@ class Margins:
         late = [str(onset) for onset, limit in sorted(self.plan.limits.items()) if math.isinf(limit)]
         if self.criterion == "divergence" and late:
             notes.append(f"onset {', '.join(late)}: no step of the run's first half follows, so any collapse counts")
+        if self.trending:
+            notes.append(
+                f"onset {', '.join(map(str, self.trending))}: performance was itself rising or falling before it, "
+                "which widens the band that a collapse has to leave, so margins may come out too large; a later "
+                "onset, or a smaller window of the metrics, avoids this"
+            )
         for row in self._rows:
             if row["contradictory"]:
                 notes.append(
