@@ -135,6 +135,7 @@ def test_users_errors_are_reported_in_one_sentence(logs, tmp_path, capsys):
     assert [path.name for path in out.iterdir()] == ["mine"]
 
 
+@pytest.mark.exhaustive
 def test_gaps_and_repeated_steps_are_noted(scored_runs):
     _, out, stdout = scored_runs
     notes = json.loads((out / "monitored.json").read_text())["notes"]

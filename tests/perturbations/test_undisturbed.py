@@ -184,6 +184,7 @@ def test_a_periodic_window_keeps_the_undisturbed_copies(disturbed_result):
     assert disturbed_result.telemetry["awaited"].values[:, 2, ONSET:].all()
 
 
+@pytest.mark.exhaustive
 def test_copies_are_kept_until_episodes_disturbed_in_one_step_end(disturbed_result):
     _, acting = performance_and_acting(disturbed_result, 5)
     assert (acting[:, ONSET : ONSET + 3] < TIME_LIMIT).any()

@@ -452,6 +452,7 @@ def folder(tmp_path_factory):
     return root
 
 
+@pytest.mark.exhaustive
 def test_a_run_of_a_comparison_begins_without_the_programs_of_earlier_ones(tmp_path, monkeypatch):
     kept, train = [], variants_folder.durable.run
 
@@ -505,6 +506,7 @@ def test_the_command_first_searches_the_plain_learners_margin(tmp_path):
     assert (pd.read_csv(tmp_path / "out" / "bought.csv").centre == "margin").all()
 
 
+@pytest.mark.exhaustive
 def test_the_command_continues_a_comparison_and_prints_json(folder, capsys):
     before = {path: path.stat().st_mtime_ns for path in (folder / "out").glob("*/*/metrics.csv")}
     assert main(["compare", str(folder / "spec.toml"), "-o", str(folder / "out"), "--json"]) == 0

@@ -220,7 +220,9 @@ def test_the_error_sentence_is_the_last_output(server, tmp_path):
 
 
 def limit_file_size(size):
-    return f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))"
+    """Returns code that limits the size of files, without a compilation cache, whose entries would stay truncated."""
+    cache = "import jax; jax.config.update('jax_enable_compilation_cache', False)"
+    return f"{cache}; import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))"
 
 
 def test_a_limit_on_file_size_is_reported_and_the_run_resumes(server, run_cli, stopped, reference):

@@ -186,7 +186,20 @@ WRONG_SPECS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WRONG_SPECS)
+REFUSED_LATE = (
+    "a checkpoint of other tokens",
+    "a tool that is not there",
+    "a reward that comes late",
+    "flips of scores that have no opposite",
+)
+"""Cases that are refused only when the learner was traced, which takes seconds."""
+
+
+def with_mark(case):
+    return pytest.param(case, marks=pytest.mark.exhaustive if case in REFUSED_LATE else ())
+
+
+@pytest.mark.parametrize("case", map(with_mark, WRONG_SPECS))
 def test_a_wrong_spec_is_refused_in_one_sentence(case, capsys):
     (old, new), message = WRONG_SPECS[case]
     assert old in VALID_SPEC
