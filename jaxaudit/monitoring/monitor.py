@@ -134,8 +134,8 @@ class Scored(NamedTuple):
 
 
 def calibration_count(runs: int, held_out: float = 0.5) -> int:
-    """Returns how many of n clean runs `Monitor.fit` holds out for calibration: at least 1, at most n - 1."""
-    return min(max(round(held_out * runs), 1), runs - 1)
+    """Returns how many of n clean runs `Monitor.fit` holds out for calibration: at least 1, at most n - 2."""
+    return max(min(round(held_out * runs), runs - 2), 1)
 
 
 @dataclass(frozen=True)
@@ -180,14 +180,17 @@ class Monitor:
           gaps: whether steps may be missing.
 
         Raises:
-          ValueError: there are fewer than two runs, no channel differs between them, or the model's name is unknown.
+          ValueError: there are fewer than three runs, no channel differs between them, or the model's name is unknown.
         """
         import xarray as xr
 
         clean = (stack_channels(clean) if isinstance(clean, xr.Dataset) else clean).transpose(..., "step", "channel")
         runs, names = clean.values, [str(name) for name in clean.channel.values]
-        if runs.ndim != 3 or len(runs) < 2:
-            raise ValueError(f"a monitor takes two clean runs or more, not {clean.sizes}")
+        if runs.ndim != 3 or len(runs) < 3:
+            sizes = ", ".join(f"{dim} {size}" for dim, size in clean.sizes.items())
+            raise ValueError(
+                f"a monitor takes three clean runs or more, two to be fitted to and one to be calibrated on, not {sizes}"
+            )
         count = calibration_count(len(runs), held_out)
         order = np.random.default_rng(seed).permutation(len(runs))
         fitted, calibrated = runs[order[count:]], runs[order[:count]]

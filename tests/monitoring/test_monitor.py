@@ -15,7 +15,7 @@ from jaxaudit.cli import main as cli
 from jaxaudit.monitoring.charts import Chart, ChartReference
 from jaxaudit.monitoring.ensemble import Ensemble
 from jaxaudit.monitoring.meta_state import SCORE_NAMES, TELEMETRY_CHART, CleanReference, Training
-from jaxaudit.monitoring.monitor import DEFAULT, MODELS, Expectation, Monitor
+from jaxaudit.monitoring.monitor import DEFAULT, MODELS, Expectation, Monitor, calibration_count
 from jaxaudit.monitoring.scoring import ScoreNormalizer, false_alarm_interval
 from jaxaudit.monitoring.state_space import GRU, LRU, Kalman
 from jaxaudit.monitoring.telemetry import ChannelScaler, StepwiseStats
@@ -266,9 +266,25 @@ def test_a_file_that_is_no_monitor_is_refused(tmp_path, monitor):
         Monitor.load(path)
 
 
+@pytest.mark.parametrize("model", ["chart", "ensemble", "kalman"])
+def test_three_clean_runs_are_enough(model):
+    fitted = Monitor.fit(runs(0, count=3), model=model, training=SHORT)
+    assert len(fitted.clean) == 1
+    scores = fitted.score(runs(1, count=2)).score
+    assert scores.shape == (2, runs(1, count=2).sizes["step"])
+    assert np.isfinite(scores).all()
+
+
+@pytest.mark.parametrize(
+    ("n_runs", "held_out", "count"), [(3, 0.5, 1), (4, 0.5, 2), (40, 0.5, 20), (10, 0.01, 1), (10, 0.99, 8)]
+)
+def test_both_parts_of_the_clean_runs_are_large_enough(n_runs, held_out, count):
+    assert calibration_count(n_runs, held_out) == count
+
+
 def test_too_few_runs_and_absent_channels_are_refused(monitor):
-    with pytest.raises(ValueError, match="takes two clean runs or more"):
-        Monitor.fit(runs(0, count=1), training=SHORT)
+    with pytest.raises(ValueError, match="takes three clean runs or more, two to be fitted to and one .* not run 2, "):
+        Monitor.fit(runs(0, count=2), training=SHORT)
     with pytest.raises(ValueError, match=r"20 clean runs are too few for a false-alarm rate of 0\.01: it takes 99"):
         monitor.threshold(0.01)
     with pytest.raises(ValueError, match="the monitor reads channel 'performance', which is not there"):
