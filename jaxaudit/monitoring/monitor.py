@@ -189,7 +189,7 @@ class Monitor:
         if runs.ndim != 3 or len(runs) < 3:
             sizes = ", ".join(f"{dim} {size}" for dim, size in clean.sizes.items())
             raise ValueError(
-                f"a monitor takes three clean runs or more, two to be fitted to and one to be calibrated on, not {sizes}"
+                f"a monitor takes three clean runs or more, two to fit it to and one to calibrate it on, not {sizes}"
             )
         count = calibration_count(len(runs), held_out)
         order = np.random.default_rng(seed).permutation(len(runs))
