@@ -138,7 +138,7 @@ def calibration_count(runs: int, held_out: float = 0.5) -> int:
     return max(min(round(held_out * runs), runs - 2), 1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Monitor:
     """Scores runs by how unusual they are compared to clean runs, and has a threshold for alarms.
 
@@ -155,6 +155,13 @@ class Monitor:
     expectation: Expectation
     clean: np.ndarray
     gaps: bool = False
+
+    def __repr__(self) -> str:
+        names = self.expectation.channels.names
+        return (
+            f"Monitor of {len(names)} channels ({', '.join(names)}): {self.expectation.model.title}, calibrated on "
+            f"{len(self.clean)} clean runs"
+        )
 
     @classmethod
     def fit(

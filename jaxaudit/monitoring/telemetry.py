@@ -60,7 +60,7 @@ def stack_channels(telemetry: xr.Dataset, names: Sequence[str] | None = None) ->
         (`jaxaudit.core.learner`) is false.
 
     Raises:
-      ValueError: the dataset lacks one of `names`.
+      ValueError: the dataset lacks one of `names`, or no variable is left.
     """
     import xarray as xr
 
@@ -72,6 +72,9 @@ def stack_channels(telemetry: xr.Dataset, names: Sequence[str] | None = None) ->
         names = [
             name for name in available if name not in DERIVED_CHANNELS and telemetry[name].attrs.get("monitored", 1)
         ]
+    if not names:
+        others = f"; its variables: {', '.join(map(str, telemetry.data_vars))}" if telemetry.data_vars else ""
+        raise ValueError(f"the dataset has no channel along 'step' to monitor{others}")
     lane_dims = [dim for dim in ("run", "seed", "condition", "step") if dim in telemetry.dims]
     parts = []
     for name in names:

@@ -266,6 +266,19 @@ def test_a_file_that_is_no_monitor_is_refused(tmp_path, monitor):
         Monitor.load(path)
 
 
+def test_a_monitor_prints_its_channels_and_its_calibration(monitor):
+    names = ", ".join(monitor.expectation.channels.names)
+    assert names in repr(monitor)
+    assert repr(monitor).endswith("calibrated on 20 clean runs")
+    assert len(repr(monitor)) < 200
+
+
+def test_a_dataset_without_steps_is_refused():
+    lanes = xr.Dataset({"collapse_time": ("seed", np.zeros(4))})
+    with pytest.raises(ValueError, match="no channel along 'step' to monitor; its variables: collapse_time"):
+        Monitor.fit(lanes)
+
+
 @pytest.mark.parametrize("model", ["chart", "ensemble", "kalman"])
 def test_three_clean_runs_are_enough(model):
     fitted = Monitor.fit(runs(0, count=3), model=model, training=SHORT)

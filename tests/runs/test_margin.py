@@ -521,6 +521,11 @@ def test_invalid_settings_are_refused(change, words):
         find_margins({"above": 7.0}, *factors, **change)
 
 
+def test_a_search_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="nothing is disturbed, so there is no margin to search"):
+        ja.margin(LEARNER, [], seeds=2, steps=30)
+
+
 def test_a_single_perturbation_in_place_of_a_list_is_refused():
     with pytest.raises(ValueError, match="perturbations must be a list"):
         ja.margin(LEARNER, spike(3.0), seeds=3, steps=100)

@@ -134,12 +134,12 @@ def configure_search(
     grid: Grid, perturbations: Sequence[Perturbation | Chain], settings: MarginSettings
 ) -> SearchConfig:
     """Returns the directions in which a grid's perturbations are searched, and how. Raises ValueError as `margin`."""
-    early = [fork.onset for fork in grid.forks if fork.onset < 2]
-    if early:
-        raise ValueError(f"onset {early[0]} leaves no steps to measure J_pre on, which takes 2; take a later one")
     searched = directions(perturbations, grid.steps, len(grid.seeds), settings.reach)
     if not searched:
         raise ValueError("nothing is disturbed, so there is no margin to search")
+    early = [fork.onset for fork in grid.forks if fork.onset < 2]
+    if early:
+        raise ValueError(f"onset {early[0]} leaves no steps to measure J_pre on, which takes 2; take a later one")
     # No step after an onset in the run's second half counts for P_div, so any collapse counts there.
     last = grid.steps / 2 if settings.criterion == "divergence" else 0
     limits = {fork.onset: last if fork.onset < last else math.inf for fork in grid.forks}
