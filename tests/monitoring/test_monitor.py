@@ -279,7 +279,7 @@ def test_a_dataset_without_steps_is_refused():
         Monitor.fit(lanes)
 
 
-@pytest.mark.parametrize("model", ["chart", "ensemble", "kalman"])
+@pytest.mark.parametrize("model", ["chart", "ensemble", pytest.param("kalman", marks=pytest.mark.exhaustive)])
 def test_three_clean_runs_are_enough(model):
     fitted = Monitor.fit(runs(0, count=3), model=model, training=SHORT)
     assert len(fitted.clean) == 1

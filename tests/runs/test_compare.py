@@ -534,11 +534,13 @@ def test_a_killed_comparison_resumes_to_the_same_tables(folder, tmp_path, run_pa
         assert (tmp_path / "out" / name).read_text() == (folder / "out" / name).read_text(), name
 
 
+@pytest.mark.exhaustive
 def test_a_stored_spec_is_read_unchanged(folder):
     stored = (folder / "out" / "compare.toml").read_text()
     assert parse(stored).to_toml() == stored == parse(SPEC).to_toml()
 
 
+@pytest.mark.exhaustive
 def test_another_comparison_in_the_same_folder_is_refused(folder, capsys):
     (folder / "other.toml").write_text(SPEC.replace("strength = 0.5", "strength = 0.25"))
     assert main(["compare", str(folder / "other.toml"), "-o", str(folder / "out")]) == 2
