@@ -125,7 +125,7 @@ class Recorder:
 
     @property
     def closed(self) -> Taps:
-        """Taps that disturb and record nothing."""
+        """Taps that neither disturb nor record a site."""
         return Taps(self.step, self.steps, data=self.data)
 
     def disturbs(self, *sites: str) -> bool:
@@ -162,7 +162,7 @@ class Recorder:
 
     @property
     def sites(self) -> Sites:
-        """The sites that were recorded."""
+        """The sites that were recorded in the traced step."""
         return Sites(
             paths=dict(self.paths),
             context={site: frozenset(names) for site, names in self.context.items()},

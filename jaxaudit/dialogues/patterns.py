@@ -172,7 +172,7 @@ class _PatternParser:
         self.rest = pattern
 
     def take(self, expected: str = "a character") -> str:
-        """Removes and returns the next character."""
+        """Returns the pattern's next character and removes it."""
         if not self.rest:
             raise ValueError(f"ends where {expected} is missing")
         character, self.rest = self.rest[0], self.rest[1:]

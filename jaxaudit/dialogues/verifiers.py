@@ -131,7 +131,7 @@ class _Window:
 
 
 class Contains:
-    """The text contains the answer."""
+    """Accepts a text that contains the answer."""
 
     def prepare(self, answers: Sequence[str]) -> AnswerBytes:
         """Returns the answers as arrays, one row for each line."""

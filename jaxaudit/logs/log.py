@@ -69,7 +69,7 @@ class LogRun:
 
     @property
     def latest(self) -> Attempt:
-        """The last attempt."""
+        """The last attempt, which has the run's values up to its end."""
         return self.attempts[-1]
 
 

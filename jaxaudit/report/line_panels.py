@@ -60,7 +60,7 @@ class Panel:
 
     @property
     def disturbed(self) -> tuple[PlotLine, ...]:
-        """The lines without the control."""
+        """The lines of the disturbed conditions, without the control's."""
         return tuple(line for line in self.lines if line.key != CONTROL_KEY)
 
 

@@ -254,7 +254,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class TextBlock:
-    """Preformatted lines in a monospaced font."""
+    """Preformatted lines of text, which are shown in a monospaced font."""
 
     kind: ClassVar[str] = "text"
     text: str

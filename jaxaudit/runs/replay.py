@@ -101,10 +101,10 @@ class _StoredOnsetSink:
         """Returns None, since batches are trained from their beginning."""
 
     def reached(self, engine: Engine, batch: Batch, states: LaneState, step: int) -> None:
-        """Ignores the states."""
+        """Stores nothing, since a replay is never resumed from its states."""
 
     def rows(self, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
-        """Ignores the telemetry."""
+        """Ignores the telemetry, which a subclass compares."""
 
 
 class _ComparisonSink(_StoredOnsetSink):

@@ -317,7 +317,7 @@ class MonitorSpec:
 
     @property
     def path(self) -> Path:
-        """The path of the monitor's file."""
+        """The path of the monitor's file, which the spec gives relative to its folder."""
         return self.folder / self.file
 
     def load(self) -> Monitor:

@@ -221,7 +221,7 @@ class ObjectiveConfig:
 
     @property
     def critic(self) -> bool:
-        """Whether the objective trains a critic."""
+        """Whether the objective trains a critic beside the policy."""
         return self.objective == "policy" and self.advantage == "gae"
 
     @property

@@ -328,7 +328,7 @@ class DialogueSettings:
 
     @property
     def objective_config(self) -> ObjectiveConfig:
-        """The structural choices of the objective."""
+        """The choices of the objective that the compiled program depends on."""
         return ObjectiveConfig(
             **self._values_of(ObjectiveConfig),
             entropy_bonus=self.entropy_coefficient > 0,

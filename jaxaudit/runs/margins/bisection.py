@@ -47,7 +47,7 @@ class Bracket(NamedTuple):
 
     @property
     def is_bounded(self) -> bool:
-        """Whether both ends are finite."""
+        """Whether both ends of the bracket are finite."""
         return math.isfinite(self.low) and math.isfinite(self.high)
 
 

@@ -40,7 +40,7 @@ class Axis:
 
     @property
     def is_increasing(self) -> bool:
-        """Whether larger magnitudes are harsher."""
+        """Whether larger magnitudes are harsher than smaller ones."""
         return self._reference > self.perturbation.neutral
 
     @property
