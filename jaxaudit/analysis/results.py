@@ -153,20 +153,22 @@ def onsets_in_trend(data: xr.Dataset, window: int) -> list[int]:
     found = []
     for onset in np.unique(onsets).tolist():
         lanes = data[PERFORMANCE].isel(condition=int(np.flatnonzero(onsets == onset)[0])).transpose("seed", "step")
-        if 0 < window <= onset and has_trend(lanes.values[:, onset - window : onset]):
+        if has_trend(lanes.values[:, :onset], window):
             found.append(int(onset))
     return found
 
 
-def has_trend(performance: np.ndarray) -> bool:
-    """Returns whether the performance of most seeds, `[S, W]`, was rising or falling in a window of W steps.
+def has_trend(performance: np.ndarray, window: int) -> bool:
+    """Returns whether the performance of most seeds, `[S, T]`, is rising or falling in the last `window` steps.
 
     A straight line is fitted to each seed's performance. There is a trend if the median over seeds of R squared is
-    above `MOST_TREND`. A seed whose performance is constant has an R squared of 0. There is none if a value is not
-    finite.
+    above `MOST_TREND`; R squared is 0 for a seed whose performance is constant. There is no trend if there are fewer
+    steps than `window`, or a value is not finite.
     """
-    time = np.arange(performance.shape[1]) - (performance.shape[1] - 1) / 2
-    deviation = performance.astype(np.float64)
+    if not 0 < window <= performance.shape[1]:
+        return False
+    time = np.arange(window) - (window - 1) / 2
+    deviation = performance[:, -window:].astype(np.float64)
     deviation = deviation - deviation.mean(axis=1, keepdims=True)
     total = (deviation**2).sum(axis=1) * (time**2).sum()
     explained = np.divide((deviation @ time) ** 2, total, where=total > 0, out=np.zeros(len(total)))

@@ -341,7 +341,7 @@ class Engine:
 
     @property
     def data(self) -> Any:
-        """The learner's data, with a copy on every device."""
+        """The learner's data as arrays on the program's devices."""
         if self._data is None:
             program, data = self.grid.program, self.grid.data
             as_is = program.model_devices == 1 and not program.across_hosts

@@ -411,11 +411,17 @@ def with_r_squared(*values):
     [
         (with_r_squared(0.52), True),
         (with_r_squared(0.48), False),
-        (with_r_squared(0.9, 0.52, 0.1), True),
-        (with_r_squared(0.9, 0.48, 0.1), False),
+        (with_r_squared(0.52, 0.52, 0.1), True),
+        (with_r_squared(0.9, 0.48, 0.4), False),
         (np.full((3, 30), 7.0), False),
         (np.where(np.arange(30) == 3, np.nan, with_r_squared(0.9)), False),
     ],
 )
 def test_a_trend_is_a_line_that_explains_half_of_the_variance_of_most_seeds(performance, trend):
-    assert has_trend(performance) is trend
+    assert has_trend(performance, 30) is trend
+
+
+@pytest.mark.parametrize(("onset", "rising"), [(8, False), (20, True), (24, True), (30, False)])
+def test_only_the_last_window_decides_whether_performance_rises(onset, rising):
+    performance = np.minimum(np.arange(30), 20) + np.random.default_rng(0).normal(0, 0.1, (3, 30))
+    assert has_trend(performance[:, :onset], 10) is rising

@@ -28,7 +28,6 @@ from jaxaudit.runs.margins.directions import Axis, directions
 from jaxaudit.runs.margins.search import (
     MarginSettings,
     configure_search,
-    in_trend,
     pending_probes,
     prepare_engine,
     run_rounds,
@@ -326,12 +325,6 @@ def test_the_margin_is_the_stability_limit(quadratic_margins):
 def test_an_onset_at_which_performance_still_rises_is_noted(quadratic_margins):
     [note] = [note for note in quadratic_margins.notes if "rising" in note]
     assert note.startswith("onset 20: performance was itself rising or falling before it")
-
-
-@pytest.mark.parametrize(("onset", "rising"), [(8, False), (20, True), (24, True), (30, False)])
-def test_only_the_window_before_an_onset_decides_whether_performance_rises(onset, rising):
-    performance = np.minimum(np.arange(30), 20) + np.random.default_rng(0).normal(0, 0.1, (3, 30))
-    assert in_trend(onset, performance[:, :onset], SHORT) is rising
 
 
 def test_a_perturbation_that_never_causes_collapse_is_reported(quadratic_margins):

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxaudit.analysis.results import has_trend
 from jaxaudit.core.channel_names import PERFORMANCE
 from jaxaudit.core.grid import Grid
 from jaxaudit.execution.driver import chunk_size
@@ -91,8 +92,8 @@ class SearchedRun:
 
     def onsets_in_trend(self) -> tuple[int, ...]:
         """Returns the onsets before which the performance of most seeds was itself rising or falling."""
-        onsets = [fork.onset for fork in self.grid.forks]
-        return tuple(x for x in onsets if search.in_trend(x, self._performance_before(x), self.spec.metrics))
+        onsets, window = [fork.onset for fork in self.grid.forks], self.spec.metrics.window
+        return tuple(onset for onset in onsets if has_trend(self._performance_before(onset), window))
 
     def _performance_before(self, onset: int) -> np.ndarray:
         steps = search.baseline_steps(onset, self.grid, self.spec.metrics)

@@ -126,7 +126,7 @@ def margin(
     for _ in run_rounds(grid, config, probes, sequential_trainer(engine, config, fork_point_of)):
         pass
     fork_points = map(fork_point_of, range(len(grid.forks)))
-    trending = tuple(p.onset for p in fork_points if in_trend(p.onset, p.baseline_performance, p.settings))
+    trending = tuple(p.onset for p in fork_points if has_trend(p.baseline_performance, p.settings.window))
     return Margins(config, tuple(probes), grid.seeds, margin_settings.criterion, steps, trending)
 
 
@@ -223,20 +223,6 @@ def baseline_steps(onset: int, grid: Grid, settings: MetricSettings) -> slice:
     """
     every = grid.program.learner.cadence.every
     return slice(max(0, onset - settings.window) // every * every, onset)
-
-
-def in_trend(onset: int, baseline_performance: np.ndarray, settings: MetricSettings) -> bool:
-    """Returns whether performance was itself rising or falling in the window before an onset.
-
-    A seed then has to fall far to collapse, because J_pre has a large standard deviation.
-
-    Args:
-      onset: the step.
-      baseline_performance: the baseline's performance at the steps `baseline_steps`, `[S, W]`.
-      settings: windows of the metrics.
-    """
-    window = settings.window
-    return onset >= window and has_trend(baseline_performance[:, -window:])
 
 
 def run_rounds(grid: Grid, config: SearchConfig, probes: list[Probe], train: TrainPools) -> Iterator[list[Probe]]:
