@@ -5,7 +5,8 @@
 BEFORE and AFTER are folders of checkouts in which `jaxaudit` can be imported (`jaxaudit/kernels` is a link to
 `kernels`). The parts are: ppo, the audit of throughput.py with 8 seeds x 4 conditions; lanes, 16 lanes of lanes.py;
 sac and td3, four lanes of off_policy.py; gpt2, an audited step of a small GPT-2 as in language_model.py; grpo, 8 lanes
-of dialogues.py, which version 0.1 does not have. Compilation is not timed.
+of dialogues.py, which version 0.1 does not have. Compilation is not timed. Each checkout runs the parts of its own
+`two_versions.py`, because benchmarks import names that a version may have renamed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def main() -> None:
     options.add_argument("--side", choices=PARTS, help=argparse.SUPPRESS)
     arguments = options.parse_args()
     if arguments.side:
-        side(arguments.folders[0], arguments.side, arguments.quick)
+        side(arguments.side, arguments.quick)
         return
     seconds = {part: compare_part(arguments, part) for part in arguments.parts}
     print("| part | before, s | after, s | after / before, paired |\n| --- | --- | --- | --- |")
@@ -54,10 +55,13 @@ def spread(values: list[float]) -> str:
 def compare_part(arguments: argparse.Namespace, part: str) -> tuple[list[float], list[float]]:
     """Returns the seconds of each repetition, before and after; the order alternates between repetitions."""
     folders = [str(folder.resolve()) for folder in arguments.folders]
-    command = [sys.executable, __file__, "--side", part, *["--quick"] * arguments.quick]
     running = [
         subprocess.Popen(
-            [*command, folder, folder],
+            [
+                *(sys.executable, f"{folder}/experiments/benchmarks/two_versions.py", "--side", part),
+                *(["--quick"] * arguments.quick),
+                *(folder, folder),
+            ],
             env=os.environ | {"PYTHONPATH": folder},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -90,9 +94,8 @@ def read_message(process: subprocess.Popen) -> str:
     return ""
 
 
-def side(folder: Path, part: str, quick: bool) -> None:
-    """Compiles a part by a checkout's benchmarks, runs it for each line of input, and prints the seconds."""
-    sys.path[0] = str(folder / "experiments" / "benchmarks")  # replaces the folder of this script
+def side(part: str, quick: bool) -> None:
+    """Compiles a part, runs it for each line of input, and prints the seconds."""
     import common
 
     common.prepare_jax(1 if part == "gpt2" else common.core_count())
@@ -116,14 +119,11 @@ def ppo(common, quick: bool):
 def lanes(common, quick: bool):
     """Two iterations of sixteen lanes of PPO."""
     import jaxaudit as ja
+    from jaxaudit.core.batches import layout
 
     plan = ja.plan(
         ja.learners.ppo(common.TASK, evaluations=0), [ja.lr_spike(10.0)], seeds=2 if quick else 16, steps=100
     )
-    try:
-        from jaxaudit.core.batches import layout
-    except ImportError:  # up to version 0.3
-        from jaxaudit.batches import layout
     options = layout(plan)[0].lanes(plan)
     advance = common.Advance(plan.program, options, 2)
     return lambda: advance(1, 3) and None
