@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from jaxaudit.runtime import machine
@@ -95,4 +96,5 @@ def __dir__() -> list[str]:
 
 
 def _perturbations() -> list[str]:
-    return importlib.import_module(f"{__name__}.perturbations").__all__
+    names = vars(importlib.import_module(f"{__name__}.perturbations"))
+    return [name for name, value in names.items() if not (name.startswith("_") or isinstance(value, ModuleType))]

@@ -38,20 +38,57 @@ def _shape(x: Any) -> Any:
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) if is_array else x
 
 
+@dataclass(frozen=True)
+class Sites:
+    """Where a learner can be disturbed.
+
+    Attributes:
+      paths: for every site, the paths of its leaves.
+      context: for every site, the names of the context that all of its taps pass.
+      values: for every site, the shapes and dtypes of the value, by label.
+      stateless: for sites where stateful perturbations cannot act, a clause on why.
+      blocked: for sites where no perturbation can act, a clause on why.
+      numbers: for every site, the Python numbers in its context and the learner's `numbers` there, by name.
+      absent: for missing sites, context and labels, the learner's explanation.
+      remedy_points: for every site and hook, the values that remedies can act on, by label.
+    """
+
+    paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    context: dict[str, frozenset[str]] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    stateless: dict[str, str] = field(default_factory=dict)
+    blocked: dict[str, str] = field(default_factory=dict)
+    numbers: dict[str, dict[str, float]] = field(default_factory=dict)
+    absent: Mapping[str, str] = field(default_factory=dict)
+    remedy_points: dict[str, dict[str, RemedyPoint]] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.paths)
+
+    def __contains__(self, site: str) -> bool:
+        return site in self.paths
+
+    def with_bounds_of(self, learner: Learner) -> Sites:
+        """Returns a copy with the learner's `numbers`, which bound the magnitudes that mean something.
+
+        Learners that compare equal share a program, but may have different bounds.
+        """
+        numbers = {site: {**self.numbers[site], **learner.numbers.get(site, {})} for site in self}
+        return replace(self, numbers=numbers)
+
+    def reason_absent(self, name: str) -> str:
+        """Returns the learner's reason for not having a site, as a clause ", for ..."; "" if it gives none."""
+        return f", for {self.absent[name]}" if name in self.absent else ""
+
+
 @dataclass
 class Recorder:
     """Taps that change nothing and record a learner's sites, the leaves of their values and their context.
 
     Attributes:
       step, steps, data: as in `Taps`.
-      paths: for every site, the paths of its leaves.
-      context: for every site, the names of the context that all of its taps pass.
-      numbers: for every site, the entries of its context that are Python numbers and the same at all of its taps.
-      values: for every site, the shapes and dtypes of the value, by label.
-      stateless: for sites where stateful perturbations cannot act, a clause on why.
-      blocked: for sites where no perturbation can act, a clause on why.
-      remedy_points: for every site and hook, the values that remedies can act on, by label.
-      absent: the learner's `absent`.
+      sites: what was recorded; its `numbers` are the entries of the context that are Python numbers and the same at all
+        taps of a site.
       carries_state: whether the current loop or branch carries states.
       origin: the trace in which the recorder was created.
       inner_states, inner_counts: the states and counts of remedies that the learner has already.
@@ -60,14 +97,7 @@ class Recorder:
     step: Any = 0
     steps: int | None = None
     data: Any = None
-    paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    context: dict[str, set[str]] = field(default_factory=dict)
-    numbers: dict[str, dict[str, float]] = field(default_factory=dict)
-    values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    stateless: dict[str, str] = field(default_factory=dict)
-    blocked: dict[str, str] = field(default_factory=dict)
-    remedy_points: dict[str, dict[str, RemedyPoint]] = field(default_factory=dict)
-    absent: Mapping[str, str] = field(default_factory=dict)
+    sites: Sites = field(default_factory=Sites)
     carries_state: bool = True
     origin: Any = field(default_factory=tracing.current_trace)
     inner_states: Any = None
@@ -80,24 +110,24 @@ class Recorder:
     def disturb(self, site: str, value: Any, *, label: str = "", **context: Any) -> Any:
         """Records that perturbations can act here, and returns the value."""
         tapped = value if site == STATE else only_numbers(value)
-        earlier = self.paths.get(site, ())
-        self.paths[site] = earlier + tuple(path for path in paths_of(tapped, label) if path not in earlier)
-        self.context[site] = self.context.get(site, set(context)) & set(context)
+        sites, earlier = self.sites, self.sites.paths.get(site, ())
+        sites.paths[site] = earlier + tuple(path for path in paths_of(tapped, label) if path not in earlier)
+        sites.context[site] = sites.context.get(site, frozenset(context)) & frozenset(context)
         numbers = {name: float(entry) for name, entry in context.items() if isinstance(entry, _NUMBERS)}
-        self.numbers[site] = dict(self.numbers.get(site, numbers).items() & numbers.items())
+        sites.numbers[site] = dict(sites.numbers.get(site, numbers).items() & numbers.items())
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tapped)
-        self.values.setdefault(site, {})[label] = shapes
+        sites.values.setdefault(site, {})[label] = shapes
         if reason := misplaced_tap(site, self.origin, keeps_state=False):
-            self.blocked[site] = reason
+            sites.blocked[site] = reason
         if reason := misplaced_tap(site, self.origin, keeps_state=True) or self._not_carried(site):
-            self.stateless[site] = reason
+            sites.stateless[site] = reason
         return value
 
     def remedy(self, place: str, value: Any, *, label: str = "", **context: Any) -> Any:
         """Records that remedies can act here, and returns the value."""
         shapes, offered = jax.tree.map(_shape, (value, context))
         reason = state_lost(place, self.origin) or self._not_carried(place)
-        points = self.remedy_points.setdefault(place, {})
+        points = self.sites.remedy_points.setdefault(place, {})
         if earlier := points.get(label):
             offered = {name: entry for name, entry in earlier.context.items() if name in offered}
             reason = earlier.state_lost or reason
@@ -160,63 +190,6 @@ class Recorder:
         """Returns `body(recorder, carry)`, so that the sites in the branch are recorded."""
         return body(self, carry)
 
-    @property
-    def sites(self) -> Sites:
-        """The sites that were recorded in the traced step."""
-        return Sites(
-            paths=dict(self.paths),
-            context={site: frozenset(names) for site, names in self.context.items()},
-            values=dict(self.values),
-            stateless=self.stateless,
-            blocked=self.blocked,
-            numbers=dict(self.numbers),
-            absent=self.absent,
-            remedy_points=self.remedy_points,
-        )
-
-
-@dataclass(frozen=True)
-class Sites:
-    """Where a learner can be disturbed.
-
-    Attributes:
-      paths: for every site, the paths of its leaves.
-      context: for every site, the names of the context that all of its taps pass.
-      values: for every site, the shapes and dtypes of the value, by label.
-      stateless: for sites where stateful perturbations cannot act, a clause on why.
-      blocked: for sites where no perturbation can act, a clause on why.
-      numbers: for every site, the Python numbers in its context and the learner's `numbers` there, by name.
-      absent: for missing sites, context and labels, the learner's explanation.
-      remedy_points: for every site and hook, the values that remedies can act on, by label.
-    """
-
-    paths: Mapping[str, tuple[str, ...]]
-    context: Mapping[str, frozenset[str]]
-    values: Mapping[str, Mapping[str, Any]]
-    stateless: Mapping[str, str] = field(default_factory=dict)
-    blocked: Mapping[str, str] = field(default_factory=dict)
-    numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    absent: Mapping[str, str] = field(default_factory=dict)
-    remedy_points: Mapping[str, Mapping[str, RemedyPoint]] = field(default_factory=dict)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.paths)
-
-    def __contains__(self, site: str) -> bool:
-        return site in self.paths
-
-    def with_bounds_of(self, learner: Learner) -> Sites:
-        """Returns a copy with the learner's `numbers`, which bound the magnitudes that mean something.
-
-        Learners that compare equal share a program, but may have different bounds.
-        """
-        numbers = {site: {**self.numbers[site], **learner.numbers.get(site, {})} for site in self}
-        return replace(self, numbers=numbers)
-
-    def reason_absent(self, name: str) -> str:
-        """Returns the learner's reason for not having a site, as a clause ", for ..."; "" if it gives none."""
-        return f", for {self.absent[name]}" if name in self.absent else ""
-
 
 def find_sites(learner: Learner, steps: int | None = None) -> Sites:
     """Traces one step abstractly, without computing anything, and returns the sites that it taps."""
@@ -230,7 +203,7 @@ def step_telemetry(learner: Learner, steps: int | None = None) -> dict[str, tupl
 
 def trace(learner: Learner, recorder: Recorder) -> None:
     """Traces one step of a learner with `recorder` for its taps; `find_sites` uses the result of the latest trace."""
-    recorder.absent = learner.absent
+    recorder.sites = Sites(absent=learner.absent)
 
     # The step index is an argument, as in the audit, so that a learner's arithmetic on it sees a traced int32.
     def step(state, key, index, data):
