@@ -343,36 +343,24 @@ class Adapted:
     alpha: float = struct.field(pytree_node=False, default=LORA_ALPHA)
 
 
-def init_adapters(model: GPT2, rank: int, key: jax.Array, layers: tuple[str, ...] = LORA_LAYERS) -> dict[str, Any]:
+def init_adapters(model: GPT2, rank: int, key: jax.Array) -> dict[str, Any]:
     """Returns initial adapters, float32, which do not change the model yet because each `b` is zero.
 
-    An adapter adds a multiple of `a @ b` to a weight matrix. The result has one entry "h", a `Stack` of the model's
-    layers with leaves such as "attn/c_attn/a".
+    An adapter adds a multiple of `a @ b` to the weight matrix of each of `LORA_LAYERS`. The result has one entry "h", a
+    `Stack` of the model's layers with leaves such as "attn/c_attn/a".
 
     Args:
       model: the model to adapt.
       rank: the rank of the change of each weight matrix.
       key: PRNG key of the `a` `[depth, in, rank]`, which are uniform between -1 / sqrt(in) and 1 / sqrt(in), as in the
         code of LoRA's authors. The `b` are `[depth, rank, out]`.
-      layers: which dense layers of a transformer layer are adapted, some of `LORA_LAYERS`.
-
-    Raises:
-      ValueError: the rank is below 1, or `layers` is empty or has an unknown name.
     """
-    if rank < 1:
-        raise ValueError(f"the rank of adapters must be at least 1, not {rank}")
-    if not layers or any(layer not in LORA_LAYERS for layer in layers):
-        raise ValueError(f"the adapted layers must be some of {', '.join(LORA_LAYERS)}, not {layers}")
     width, depth = model.size.width, model.size.depth
-    shapes = dict(
-        zip(LORA_LAYERS, ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)), strict=True)
-    )
+    shapes = (width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)
     stack: dict[str, Any] = {}
-    for path in layers:
+    for index, (path, (inputs, outputs)) in enumerate(zip(LORA_LAYERS, shapes, strict=True)):
         part, name = path.split("/")
-        inputs, outputs = shapes[path]
-        # Each layer's key depends on its index in `LORA_LAYERS`, so that it does not depend on the other layers.
-        layer_key = jax.random.fold_in(key, LORA_LAYERS.index(path))
+        layer_key = jax.random.fold_in(key, index)
         bound = 1.0 / np.sqrt(inputs)
         a = jax.random.uniform(layer_key, (depth, inputs, rank), jnp.float32, -bound, bound)
         stack.setdefault(part, {})[name] = {"a": a, "b": jnp.zeros((depth, rank, outputs))}
@@ -424,8 +412,3 @@ def logits(params: Params | Adapted, hidden: jax.Array) -> jax.Array:
     """Returns the next token's logits, float32 `[..., V]`, by products in the dtype of `hidden`."""
     weights = embedding(params).astype(hidden.dtype)
     return jnp.einsum("...d,vd->...v", hidden, weights, preferred_element_type=jnp.float32)
-
-
-def parameter_count(params: Any) -> int:
-    """Returns the number of parameters in a tree of arrays or shapes."""
-    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))

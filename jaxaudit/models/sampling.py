@@ -279,21 +279,6 @@ def _(lanes: int, batched: list[bool], finished: jax.Array) -> tuple[jax.Array, 
     return all_finished(finished.reshape(-1)), False
 
 
-@struct.dataclass
-class _Progress:
-    """The state of all rows between two slots.
-
-    Attributes:
-      hidden: `[N, width]`, from which the next token is predicted.
-      finished: bool `[N]`, whether the end token was sampled.
-      cache: keys and values of the slots before.
-    """
-
-    hidden: jax.Array
-    finished: jax.Array
-    cache: Cache
-
-
 def generate(
     model: GPT2,
     params: Params | Adapted,
@@ -351,23 +336,24 @@ def _generate(model, tokens, top_k, nucleus, greedy, end, params, prompts, key, 
     hidden, cache = prefill(model, unrolled, shifted, width + tokens, positions=positions, first=first)
 
     def write_slot(carry):
-        slot, progress, (sampled, log_probs) = carry
-        logits = gpt2.logits(params, progress.hidden) / temperature
+        slot, hidden, finished, cache, sampled, log_probs = carry
+        logits = gpt2.logits(params, hidden) / temperature
         remaining, _ = truncate_logits(logits, top_k, top_p if nucleus else 1.0)
         sample = jax.random.categorical(jax.random.fold_in(key, slot), remaining)
         token = (jnp.argmax(remaining, axis=-1) if greedy else sample).astype(jnp.int32)
         log_prob = log_probability_of(logits, token)
         put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=slot - width, axis=0)
-        sampled = put(sampled, jnp.where(progress.finished, PADDING, token).astype(sampled.dtype))
-        log_probs = put(log_probs, jnp.where(progress.finished, 0.0, log_prob).astype(log_probs.dtype))
-        hidden, cache = decode(model, unrolled, token, slot - missing, missing, slot, progress.cache)
-        finished = progress.finished if end is None else progress.finished | (token == end)
-        return slot + 1, _Progress(hidden, finished, cache), (sampled, log_probs)
+        sampled = put(sampled, jnp.where(finished, PADDING, token).astype(sampled.dtype))
+        log_probs = put(log_probs, jnp.where(finished, 0.0, log_prob).astype(log_probs.dtype))
+        hidden, cache = decode(model, unrolled, token, slot - missing, missing, slot, cache)
+        finished = finished if end is None else finished | (token == end)
+        return slot + 1, hidden, finished, cache, sampled, log_probs
 
-    start = _Progress(hidden[:, -1], jnp.zeros(rows, bool), cache)
     empty = jnp.full((tokens, rows), PADDING, jnp.int32), jnp.zeros((tokens, rows))
-    _, _, (sampled, log_probs) = jax.lax.while_loop(
-        lambda carry: (carry[0] < width + tokens) & ~all_finished(carry[1].finished), write_slot, (width, start, empty)
+    *_, sampled, log_probs = jax.lax.while_loop(
+        lambda carry: (carry[0] < width + tokens) & ~all_finished(carry[2]),
+        write_slot,
+        (width, hidden[:, -1], jnp.zeros(rows, bool), cache, *empty),
     )
     # The sampled tokens are shifted back to the end of each row's prompt.
     offsets = jnp.arange(width + tokens) - lengths[:, None]

@@ -1,5 +1,7 @@
 """Tests initialisation, warm starts, curricula, schedules and reward scales of dialogue learners."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues.hop import Hop
 from jaxaudit.learners.dialogue import demonstrations
 from jaxaudit.learners.dialogue.network import HEAD, Network
+from jaxaudit.learners.dialogue.settings import DialogueSettings
 from jaxaudit.learners.dialogue.telemetry.rewards import Scale, reward_statistics
 from jaxaudit.models import gpt2, gpt2_checkpoint
 
@@ -95,7 +98,8 @@ def test_a_warm_start_makes_exactly_the_updates_of_its_setting(updates):
     """While a gradient keeps its sign, Adam moves by about the rate per step: the largest change counts steps."""
     policy = Network(gpt2.GPT2(HOP.vocabulary, HOP.length, gpt2.SIZES["tiny"]))
     params, rate = policy.init(jax.random.key(0)), 1e-5
-    settings = {"rows": 4, "right": 0.5, "rate": rate, "target_success": 1.0, "difficulty": 1.0, "temperature": 1.0}
+    settings = DialogueSettings(warm_start=updates, warm_start_rows=4, warm_start_learning_rate=rate)
+    numbers = dataclasses.replace(settings.numbers(difficulty=1.0), warm_start_success=1.0)
 
     @jax.jit
     def run(params):
@@ -105,9 +109,8 @@ def test_a_warm_start_makes_exactly_the_updates_of_its_setting(updates):
             HOP,
             jax.random.key(1),
             lambda params, key: jnp.float32(0.0),
-            updates=updates,
-            **jax.tree.map(jnp.float32, {k: v for k, v in settings.items() if k != "rows"}),
-            rows=settings["rows"],
+            settings,
+            jax.tree.map(jnp.float32, numbers),
         )
 
     after, success = run(params)

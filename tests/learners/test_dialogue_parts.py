@@ -323,21 +323,21 @@ def test_dpo_drops_a_pair_with_a_masked_row(float64):
         return policy_loss(parts, coefficients, Predictions(new), rows, denominators(loss_mask[:2], loss_mask.shape[1]))
 
     gradient, metrics = jax.grad(loss, has_aux=True)(new)
-    first = loss_terms.dpo_of_rows(
-        new[:2], reference[:2], loss_mask[:2], coefficients.beta, coefficients.label_smoothing
-    )
-    np.testing.assert_allclose(metrics["loss"], first.loss[0])
-    np.testing.assert_allclose(metrics["margin"], first.margin[0])
+    first = loss_terms.dpo(new[:2], reference[:2], loss_mask[:2], coefficients.beta, coefficients.label_smoothing)
+    np.testing.assert_allclose(metrics["loss"], first["loss"][0])
+    np.testing.assert_allclose(metrics["margin"], first["margin"][0])
     assert (gradient[:2] != 0).all()
     assert (gradient[2:] == 0).all()
 
 
 def test_dpo_with_label_smoothing_is_a_cross_entropy(float64):
-    result = loss_terms.dpo(*(jnp.asarray([x]) for x in (-3.0, -4.0, -3.5, -3.0)), beta=0.5, label_smoothing=0.1)
+    log_prob, ref_log_prob = jnp.asarray([[-3.0], [-4.0]]), jnp.asarray([[-3.5], [-3.0]])
+    result = loss_terms.dpo(log_prob, ref_log_prob, jnp.ones((2, 1), bool), beta=0.5, label_smoothing=0.1)
     prob = 1 / (1 + np.exp(-0.5 * (0.5 - -1.0)))
-    np.testing.assert_allclose(result.loss, -0.9 * np.log(prob) - 0.1 * np.log(1 - prob), **EXACT)
-    np.testing.assert_allclose(result.margin, 0.75, **EXACT)
-    assert result.accuracy == 1
+    np.testing.assert_allclose(result["loss"], -0.9 * np.log(prob) - 0.1 * np.log(1 - prob), **EXACT)
+    np.testing.assert_allclose(result["margin"], 0.75, **EXACT)
+    np.testing.assert_allclose([result["chosen_reward"], result["rejected_reward"]], [[0.25], [-0.5]], **EXACT)
+    assert result["preference_accuracy"] == 1
 
 
 # Properties of the complete loss for several objectives.
@@ -504,11 +504,17 @@ def test_token_iteration_weighs_all_tokens_of_an_iteration_equally():
     rng = np.random.default_rng(10)
     loss_mask = jnp.asarray(rng.random((8, 6)) < 0.5)
     loss = jnp.asarray(rng.normal(size=(8, 6)), jnp.float32)
-    share = loss_mask.sum() / 4
-    by_iteration = [loss_terms.token_iteration(loss[i : i + 2], loss_mask[i : i + 2], share) for i in range(0, 8, 2)]
-    assert float(sum(by_iteration)) / 4 == pytest.approx(float(loss[loss_mask].mean()), rel=1e-5)
-    by_minibatch = [loss_terms.token_minibatch(loss[i : i + 2], loss_mask[i : i + 2]) for i in range(0, 8, 2)]
-    assert abs(float(sum(by_minibatch)) / 4 - float(loss[loss_mask].mean())) > 1e-3
+    minibatches = [(loss[i : i + 2], loss_mask[i : i + 2]) for i in range(0, 8, 2)]
+
+    def mean(aggregation):
+        results = [
+            loss_terms.aggregate(aggregation, x, mask, denominators(mask, 6, loss_mask.sum() / 4))
+            for x, mask in minibatches
+        ]
+        return float(sum(results)) / 4
+
+    assert mean("token_iteration") == pytest.approx(float(loss[loss_mask].mean()), rel=1e-5)
+    assert abs(mean("token_minibatch") - float(loss[loss_mask].mean())) > 1e-3
 
 
 def test_coefficients_may_differ_between_vmapped_lanes():

@@ -11,8 +11,9 @@ import jaxaudit as ja
 from jaxaudit.core.taps import Taps
 from jaxaudit.learners.rl.on_policy import Moments
 from jaxaudit.learners.rl.ppo import PPO, PPOSettings
-from jaxaudit.learners.rl.telemetry import evaluate_when_due
+from jaxaudit.learners.rl.telemetry import when_due
 from jaxaudit.learners.rl.trpo import TRPO, TRPOSettings
+from jaxaudit.tasks.episodes import evaluate
 
 SMALL = UNNORMALIZED_SETTINGS | {"hidden": (16,)}
 AGENTS = {
@@ -120,15 +121,8 @@ def test_evaluations_are_evenly_spaced_and_end_with_the_last_step(steps, times):
     probe = ProbeTask(lambda a: a, True)
 
     def step(_, t):
-        return None, evaluate_when_due(
-            probe,
-            lambda observation: jnp.full((2, 1), 0.5),
-            jax.random.key(0),
-            Taps(t, steps),
-            times=times,
-            episodes=2,
-            max_episode_steps=3,
-        )
+        policy = lambda observation: jnp.full((2, 1), 0.5)  # noqa: E731
+        return None, when_due(Taps(t, steps), times, lambda: jnp.mean(evaluate(probe, policy, jax.random.key(0), 2, 3)))
 
     _, returns = jax.jit(lambda: jax.lax.scan(step, None, jnp.arange(steps)))()
     due = np.flatnonzero(np.isfinite(returns))

@@ -30,7 +30,7 @@ def buffer():
 def test_the_ring_buffer_has_the_contents_of_a_deque(buffer):
     """The capacity 22 is rounded down to five vector steps of four; 13 steps, of one program, wrap around twice."""
     rng = np.random.default_rng(0)
-    assert (buffer.rows, buffer.width, buffer.nbytes) == (20, 10, 800)
+    assert (buffer.rows, buffer.width) == (20, 10)
     reference = deque(maxlen=20)
     store, write = buffer.init(), jax.jit(chex.assert_max_traces(buffer.write, n=1))
     for count in range(13):
@@ -66,7 +66,6 @@ def test_samples_are_float32_to_the_precision_of_the_stored_dtype(dtype):
     new = transitions(np.random.default_rng(2), 4, 3, 2)
     store = buffer.write(buffer.init(), new, 0)
     assert store.dtype == dtype
-    assert buffer.nbytes == store.nbytes
     sample = buffer.sample(store, jax.random.key(0), 200, 1)
     assert all(x.dtype == jnp.float32 for x in sample)
     order = np.argsort(new.reward)

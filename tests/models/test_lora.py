@@ -1,7 +1,5 @@
 """Tests LoRA adapters: what they compute, their gradients, and how they are named, shared, merged and saved."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,9 +21,9 @@ def base():
     return gpt2_checkpoint.load(DATA / "gpt2", MODEL)
 
 
-def random_adapters(seed=0, layers=gpt2.LORA_LAYERS):
+def random_adapters(seed=0):
     """Returns adapters with random entries, which change the model."""
-    adapters, rng = gpt2.init_adapters(MODEL, 3, jax.random.key(0), layers), np.random.default_rng(seed)
+    adapters, rng = gpt2.init_adapters(MODEL, 3, jax.random.key(0)), np.random.default_rng(seed)
     return jax.tree.map(lambda x: x + jnp.float32(0.1 * rng.normal(size=x.shape)), adapters)
 
 
@@ -44,12 +42,11 @@ def test_initial_adapters_change_nothing_and_are_named_by_layer(base):
     assert 0.9 / 8 < float(jnp.abs(a).max()) <= 1 / 8
 
 
-@pytest.mark.parametrize("layers", [gpt2.LORA_LAYERS, ("attn/c_attn",), ("mlp/c_proj", "attn/c_proj")])
-def test_an_adapted_weight_changes_by_a_b_times_alpha_over_rank(base, layers):
+def test_an_adapted_weight_changes_by_a_b_times_alpha_over_rank(base):
     """Compares `merged` with weights that are changed in float64, and hidden states of both with the adapters'."""
-    adapted = gpt2.Adapted(base, random_adapters(layers=layers), alpha=6.0)
+    adapted = gpt2.Adapted(base, random_adapters(), alpha=6.0)
     weights = {name: x.copy() for name, x in gpt2_checkpoint.tensors(base).items()}
-    for path in layers:
+    for path in gpt2.LORA_LAYERS:
         part, name = path.split("/")
         adapter = adapted.adapters["h"].layers[part][name]
         for layer in range(2):
@@ -102,12 +99,3 @@ def test_merged_adapters_are_saved_and_loaded_as_a_checkpoint(base, tmp_path):
     gpt2_checkpoint.save(tmp_path, gpt2.merged(adapted), MODEL)
     loaded = gpt2_checkpoint.load(tmp_path, MODEL)
     np.testing.assert_allclose(hidden_of(loaded), hidden_of(adapted), atol=1e-5)
-
-
-def test_invalid_adapters_are_refused_with_a_message():
-    init = functools.partial(gpt2.init_adapters, MODEL, key=jax.random.key(0))
-    with pytest.raises(ValueError, match="rank of adapters must be at least 1, not 0"):
-        init(rank=0)
-    for layers in ((), ("attn/q",)):
-        with pytest.raises(ValueError, match="must be some of attn/c_attn, attn/c_proj, mlp/c_fc, mlp/c_proj"):
-            init(rank=1, layers=layers)

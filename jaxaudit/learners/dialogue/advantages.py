@@ -199,7 +199,14 @@ def estimate_advantages(
         verb = "needs" if config.kl_in_reward else "does not take"
         raise ValueError(f"kl = {config.kl!r} with kl_in = {config.kl_in!r} {verb} a KL penalty of the tokens")
     if config.advantage == "gae":
-        return _estimate_with_critic(config, coefficients, score, loss_mask, kl_penalty, value)
+        if value is None:
+            raise ValueError("advantage = 'gae' needs the critic's values, and value is None")
+        reward = token_rewards(coefficients, score.reshape(-1), loss_mask, kl_penalty)
+        lam = coefficients.gae_lambda
+        if config.adaptive_lambda:
+            lam = length_adaptive_lambda(loss_mask, coefficients.gae_lambda_length)
+        advantages, target = gae(reward, value, loss_mask, coefficients.gamma, lam, coefficients.critic_lambda)
+        return (whiten(advantages, loss_mask) if config.whiten else advantages), target
     if kl_penalty is not None:
         penalty = loss_terms.subtract_kl_penalty(
             jnp.zeros_like(kl_penalty), kl_penalty, loss_mask, coefficients.kl_coefficient
@@ -232,21 +239,3 @@ def token_rewards(
     if kl_penalty is None:
         return reward
     return loss_terms.subtract_kl_penalty(reward, kl_penalty, loss_mask, coefficients.kl_coefficient)
-
-
-def _estimate_with_critic(
-    config: ObjectiveConfig,
-    coefficients: Coefficients,
-    score: jax.Array,
-    loss_mask: jax.Array,
-    kl_penalty: jax.Array | None,
-    value: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    if value is None:
-        raise ValueError("advantage = 'gae' needs the critic's values, and value is None")
-    reward = token_rewards(coefficients, score.reshape(-1), loss_mask, kl_penalty)
-    lam = coefficients.gae_lambda
-    if config.adaptive_lambda:
-        lam = length_adaptive_lambda(loss_mask, coefficients.gae_lambda_length)
-    advantages, target = gae(reward, value, loss_mask, coefficients.gamma, lam, coefficients.critic_lambda)
-    return (whiten(advantages, loss_mask) if config.whiten else advantages), target

@@ -13,6 +13,7 @@ from jaxaudit.dialogues import automaton
 from jaxaudit.dialogues.protocol import END, GOLD, Dialogue
 from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.rollout import Rows
+from jaxaudit.learners.dialogue.settings import DialogueSettings, Numbers
 
 LABEL_REWARD = "seen"
 """The name of the flawed reward that labels pairs for a reward model, if the dialogue has one beside gold."""
@@ -50,31 +51,20 @@ def warm_start_policy(
     dialogue: Dialogue,
     key: jax.Array,
     success_of: Callable[[Any, jax.Array], jax.Array],
-    *,
-    updates: int,
-    rows: int,
-    right: jax.Array,
-    rate: jax.Array,
-    target_success: jax.Array,
-    difficulty: jax.Array,
-    temperature: jax.Array,
+    settings: DialogueSettings,
+    numbers: Numbers,
 ) -> tuple[Any, jax.Array]:
-    """Trains a policy on demonstrations until its sampled success reaches `target_success`.
+    """Trains a policy on demonstrations until its sampled success reaches `warm_start_success`.
 
-    Success is checked every `UPDATES_PER_CHECK` updates; after the first check that reaches the target, the parameters
-    stay as they are.
+    Success is checked every `UPDATES_PER_CHECK` updates, of which there are at most `warm_start`; after the first check
+    that reaches the target, the parameters stay as they are.
 
     Args:
       policy, params: the network, and its parameters before the warm start.
       dialogue: bound to its data.
       key: PRNG key of the demonstrations.
       success_of: `success_of(params, key)` returns the success of sampled rows.
-      updates: the largest number of updates.
-      rows: number of demonstrations per update.
-      right: fraction of right demonstrations.
-      rate: Adam's learning rate.
-      target_success: success at which the warm start stops.
-      difficulty, temperature: of the prompts, and of the policy.
+      settings, numbers: the learner's settings; its numeric ones are read from `numbers`.
 
     Returns:
       the parameters, and their sampled success.
@@ -82,25 +72,27 @@ def warm_start_policy(
     adam = optax.scale_by_adam(0.9, 0.95)
 
     def loss(params: Any, shown: Rows) -> jax.Array:
-        log_prob = policy.log_prob_and_entropy(params, None, shown, temperature)[0]
+        log_prob = policy.log_prob_and_entropy(params, None, shown, numbers.temperature)[0]
         return -jnp.sum(jnp.where(shown.response_mask, log_prob, 0.0)) / jnp.maximum(jnp.sum(shown.response_mask), 1)
 
     def update(carry: tuple[Any, Any], key: jax.Array) -> tuple[Any, Any]:
         params, moments = carry
         right_key, prompts_key = jax.random.split(key)
-        is_right = jax.random.bernoulli(right_key, right, (rows,))
-        shown = demonstrate(dialogue, jax.random.split(prompts_key, rows), difficulty, is_right)
-        return _adam_step(adam, params, moments, jax.grad(loss)(params, shown), rate)
+        is_right = jax.random.bernoulli(right_key, numbers.warm_start_right, (settings.warm_start_rows,))
+        keys = jax.random.split(prompts_key, settings.warm_start_rows)
+        shown = demonstrate(dialogue, keys, numbers.difficulty, is_right)
+        return _adam_step(adam, params, moments, jax.grad(loss)(params, shown), numbers.warm_start_learning_rate)
 
     def check_and_update(carry: tuple[Any, Any, jax.Array], turn: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
         params, moments, success = carry
         key, number = turn
         update_key, success_key = jax.random.split(key)
-        success = jnp.where(success < target_success, success_of(params, success_key), success)
+        success = jnp.where(success < numbers.warm_start_success, success_of(params, success_key), success)
 
         def update_if_due(carry: tuple[Any, Any], turn: tuple[jax.Array, jax.Array]) -> tuple[tuple[Any, Any], None]:
             key, index = turn
-            due = (success < target_success) & (number * UPDATES_PER_CHECK + index < updates)
+            is_within = number * UPDATES_PER_CHECK + index < settings.warm_start
+            due = (success < numbers.warm_start_success) & is_within
             after = update(carry, key)
             return jax.tree.map(lambda new, old: jnp.where(due, new, old), after, carry), None
 
@@ -109,7 +101,7 @@ def warm_start_policy(
         (params, moments), _ = jax.lax.scan(update_if_due, (params, moments), turns)
         return (params, moments, success), None
 
-    checks = -(-updates // UPDATES_PER_CHECK) + 1  # after the last check no update is due
+    checks = -(-settings.warm_start // UPDATES_PER_CHECK) + 1  # after the last check no update is due
     initial = params, adam.init(params), jnp.float32(-1.0)
     turns = jax.random.split(key, checks), jnp.arange(checks)
     (params, _, success), _ = jax.lax.scan(check_and_update, initial, turns)
@@ -122,11 +114,8 @@ def train_reward_model(
     base: Any,
     dialogue: Dialogue,
     key: jax.Array,
-    *,
-    updates: int,
-    pairs: int,
-    rate: jax.Array,
-    difficulty: jax.Array,
+    settings: DialogueSettings,
+    numbers: Numbers,
 ) -> Any:
     """Trains a reward model on pairs of demonstrations of one prompt, and returns its parameters.
 
@@ -142,11 +131,13 @@ def train_reward_model(
 
     def update(carry: tuple[Any, Any], key: jax.Array) -> tuple[tuple[Any, Any], None]:
         params, moments = carry
-        keys = jax.random.split(key, pairs)
-        sides = (demonstrate(dialogue, keys, difficulty, jnp.full(pairs, right)) for right in (True, False))
-        return _adam_step(adam, params, moments, jax.grad(loss)(params, *sides), rate), None
+        keys = jax.random.split(key, settings.reward_model_pairs)
+        sides = (demonstrate(dialogue, keys, numbers.difficulty, jnp.full(len(keys), right)) for right in (True, False))
+        gradient = jax.grad(loss)(params, *sides)
+        return _adam_step(adam, params, moments, gradient, numbers.reward_model_learning_rate), None
 
-    return jax.lax.scan(update, (params, adam.init(params)), jax.random.split(key, updates))[0][0]
+    initial = params, adam.init(params)
+    return jax.lax.scan(update, initial, jax.random.split(key, settings.reward_model_warm_start))[0][0]
 
 
 def _label_reward(rows: Rows) -> jax.Array:

@@ -20,7 +20,7 @@ from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues.protocol import Dialogue
 from jaxaudit.kernels.coherence import CoherenceSum
 from jaxaudit.kernels.shuffle import shuffled
-from jaxaudit.learners.dialogue import demonstrations, packing, policy_loss
+from jaxaudit.learners.dialogue import demonstrations, loss_terms, packing, policy_loss
 from jaxaudit.learners.dialogue.collection import (
     CRITIC,
     POLICY,
@@ -31,7 +31,6 @@ from jaxaudit.learners.dialogue.collection import (
     TrainingBatch,
     max_response_tokens,
 )
-from jaxaudit.learners.dialogue.loss_terms import Denominators
 from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.policy_loss import LossInputs, Predictions
 from jaxaudit.learners.dialogue.rollout import Rows
@@ -172,35 +171,17 @@ class DialogueLearner:
 
         if settings.warm_start and not settings.checkpoint:
             policy, success = demonstrations.warm_start_policy(
-                self.policy,
-                policy,
-                dialogue,
-                warm_key,
-                success_of,
-                updates=settings.warm_start,
-                rows=settings.warm_start_rows,
-                right=numbers.warm_start_right,
-                rate=numbers.warm_start_learning_rate,
-                target_success=numbers.warm_start_success,
-                difficulty=numbers.difficulty,
-                temperature=numbers.temperature,
+                self.policy, policy, dialogue, warm_key, success_of, settings, numbers
             )
         else:
             success = success_of(policy, success_key)
         reward_model, scales = None, {}
         if self.reward_model is not None:
+            params = self.initial_params(
+                self.reward_model, settings.reward_model_init, policy, data.reward_model_start, reward_key
+            )
             reward_model = demonstrations.train_reward_model(
-                self.reward_model,
-                self.initial_params(
-                    self.reward_model, settings.reward_model_init, policy, data.reward_model_start, reward_key
-                ),
-                base,
-                dialogue,
-                pairs_key,
-                updates=settings.reward_model_warm_start,
-                pairs=settings.reward_model_pairs,
-                rate=numbers.reward_model_learning_rate,
-                difficulty=numbers.difficulty,
+                self.reward_model, params, base, dialogue, pairs_key, settings, numbers
             )
             rows = self.collector.sample_undisturbed(policy, base, dialogue, numbers, scale_key, INITIAL_ROWS)
             score = self.collector.undisturbed_reward(Models(policy, reward_model=reward_model, base=base), rows)
@@ -421,12 +402,7 @@ class DialogueLearner:
         """
         loss_mask, full = batch.loss_inputs.loss_mask, self.settings.telemetry == "full"
         tool_mask = self.instruments.masks(batch.rows.role, loss_mask)[TOOL_STRATUM] if self.splits_gradients else None
-        denominators = Denominators(
-            tokens=jnp.sum(loss_mask),
-            rows=jnp.sum(jnp.any(loss_mask, -1)),
-            tokens_per_minibatch=tokens_per_minibatch,
-            max_response_tokens=max_response_tokens(self.dialogue),
-        )
+        denominators = loss_terms.denominators(loss_mask, max_response_tokens(self.dialogue), tokens_per_minibatch)
         coefficients, temperature = experience.coefficients, experience.temperature
 
         def predict(params: dict[str, Any], piece: packing.PackedPiece) -> Predictions:

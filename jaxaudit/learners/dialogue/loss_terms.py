@@ -13,8 +13,6 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import ArrayLike
 
-AGGREGATIONS = ("token_minibatch", "token_iteration", "sequence", "constant")
-
 
 @struct.dataclass
 class Denominators:
@@ -47,102 +45,61 @@ def denominators(
     )
 
 
-def token_minibatch(loss: jax.Array, loss_mask: jax.Array, tokens: ArrayLike | None = None) -> jax.Array:
-    """Returns the mean over the minibatch's unmasked tokens."""
-    return _masked_sum(loss, loss_mask) / jnp.maximum(jnp.sum(loss_mask) if tokens is None else tokens, 1)
-
-
-def token_iteration(loss: jax.Array, loss_mask: jax.Array, tokens_per_minibatch: ArrayLike) -> jax.Array:
-    """Returns the sum over unmasked tokens divided by `tokens_per_minibatch` (DAPO).
-
-    All tokens of an iteration have the same weight, whichever minibatch they are in.
-    """
-    return _masked_sum(loss, loss_mask) / jnp.maximum(tokens_per_minibatch, 1)
-
-
-def sequence(loss: jax.Array, loss_mask: jax.Array, rows: ArrayLike | None = None) -> jax.Array:
-    """Returns the mean over rows of each row's mean over its unmasked tokens (GRPO)."""
-    means = jnp.sum(jnp.where(loss_mask, loss, 0), -1) / jnp.maximum(jnp.sum(loss_mask, -1, dtype=loss.dtype), 1)
-    return jnp.sum(means) / jnp.maximum(jnp.sum(jnp.any(loss_mask, -1)) if rows is None else rows, 1)
-
-
-def constant(
-    loss: jax.Array, loss_mask: jax.Array, max_response_tokens: ArrayLike, rows: ArrayLike | None = None
-) -> jax.Array:
-    """Returns the sum divided by rows times L_max, a constant that no row's length enters (Dr. GRPO)."""
-    rows = jnp.sum(jnp.any(loss_mask, -1)) if rows is None else rows
-    return _masked_sum(loss, loss_mask) / (jnp.maximum(rows, 1) * max_response_tokens)
-
-
 def aggregate(aggregation: str, loss: jax.Array, loss_mask: jax.Array, denominators: Denominators) -> jax.Array:
-    """Returns the scalar that token terms `[N, T]` are reduced to; `aggregation` is one of `AGGREGATIONS`."""
-    if aggregation == "token_minibatch":
-        return token_minibatch(loss, loss_mask, denominators.tokens)
-    if aggregation == "token_iteration":
-        return token_iteration(loss, loss_mask, denominators.tokens_per_minibatch)
-    if aggregation == "sequence":
-        return sequence(loss, loss_mask, denominators.rows)
-    return constant(loss, loss_mask, denominators.max_response_tokens, denominators.rows)
+    """Returns the scalar that token terms `[N, T]` are reduced to.
 
-
-def _masked_sum(loss: jax.Array, loss_mask: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.where(loss_mask, loss, 0))
-
-
-@struct.dataclass
-class PreferencePair:
-    """Loss and statistics of P preference pairs, each `[P]`.
-
-    Attributes:
-      loss: cross entropy of the preference.
-      margin: implicit reward of the chosen row minus that of the rejected row.
-      accuracy: 1 where the margin is positive, else 0.
-      chosen, rejected: implicit rewards, `beta` times the log-ratio of policy to reference.
+    Args:
+      aggregation: "token_minibatch", the mean over the minibatch's unmasked tokens; "token_iteration", their sum
+        divided by the mean number of tokens of the iteration's minibatches, so that all tokens of an iteration have
+        the same weight (DAPO); "sequence", the mean over rows of each row's mean over its unmasked tokens (GRPO);
+        "constant", the sum divided by rows times L_max, so that no row's length enters (Dr. GRPO).
+      loss: the terms.
+      loss_mask: bool `[N, T]`.
+      denominators: the minibatch's denominators.
     """
-
-    loss: Any
-    margin: Any
-    accuracy: Any
-    chosen: Any
-    rejected: Any
+    if aggregation == "sequence":
+        means = jnp.sum(jnp.where(loss_mask, loss, 0), -1) / jnp.maximum(jnp.sum(loss_mask, -1, dtype=loss.dtype), 1)
+        return jnp.sum(means) / jnp.maximum(denominators.rows, 1)
+    total = jnp.sum(jnp.where(loss_mask, loss, 0))
+    if aggregation == "token_minibatch":
+        return total / jnp.maximum(denominators.tokens, 1)
+    if aggregation == "token_iteration":
+        return total / jnp.maximum(denominators.tokens_per_minibatch, 1)
+    return total / (jnp.maximum(denominators.rows, 1) * denominators.max_response_tokens)
 
 
 def dpo(
-    chosen: jax.Array,
-    rejected: jax.Array,
-    ref_chosen: jax.Array,
-    ref_rejected: jax.Array,
-    beta: ArrayLike,
-    label_smoothing: ArrayLike = 0.0,
-) -> PreferencePair:
+    log_prob: jax.Array, ref_log_prob: jax.Array, loss_mask: jax.Array, beta: ArrayLike, label_smoothing: ArrayLike
+) -> dict[str, jax.Array]:
     """Computes the DPO loss of each pair (Rafailov et al., 2023).
 
     The loss is `-(1 - label_smoothing) log sigmoid(margin) - label_smoothing log sigmoid(-margin)`.
 
     Args:
-      chosen, rejected: log-probabilities of rows under the policy, summed over response tokens, `[P]`.
-      ref_chosen, ref_rejected: log-probabilities of the same rows under the reference, `[P]`.
+      log_prob, ref_log_prob: log-probabilities of the tokens under policy and reference, `[2 P, T]`. Rows alternate: a
+        chosen row, then its rejected row.
+      loss_mask: bool `[2 P, T]`.
       beta: scale of the implicit reward.
       label_smoothing: probability that a pair's label is wrong (conservative DPO: Mitchell, 2023).
+
+    Returns:
+      loss, margin (the chosen row's implicit reward minus the rejected row's), preference_accuracy (1 where the margin
+      is positive, else 0), chosen_reward and rejected_reward (`beta` times the log-ratio of policy to reference), each
+      `[P]`.
     """
+    chosen, rejected = jnp.sum(jnp.where(loss_mask, log_prob, 0), -1).reshape(-1, 2).T
+    ref_chosen, ref_rejected = jnp.sum(jnp.where(loss_mask, ref_log_prob, 0), -1).reshape(-1, 2).T
     chosen_reward = beta * (chosen - ref_chosen)
     rejected_reward = beta * (rejected - ref_rejected)
     margin = chosen_reward - rejected_reward
     loss = -(1 - label_smoothing) * jax.nn.log_sigmoid(margin) - label_smoothing * jax.nn.log_sigmoid(-margin)
-    return PreferencePair(loss, margin, (margin > 0).astype(margin.dtype), chosen_reward, rejected_reward)
-
-
-def dpo_of_rows(
-    log_prob: jax.Array,
-    ref_log_prob: jax.Array,
-    loss_mask: jax.Array,
-    beta: ArrayLike,
-    label_smoothing: ArrayLike = 0.0,
-) -> PreferencePair:
-    """Computes `dpo` of token log-probabilities `[N, T]` whose rows alternate: a chosen row, then its rejected row."""
-    chosen, rejected = jnp.sum(jnp.where(loss_mask, log_prob, 0), -1).reshape(-1, 2).T
-    ref_chosen, ref_rejected = jnp.sum(jnp.where(loss_mask, ref_log_prob, 0), -1).reshape(-1, 2).T
-    return dpo(chosen, rejected, ref_chosen, ref_rejected, beta, label_smoothing)
+    return {
+        "loss": loss,
+        "margin": margin,
+        "preference_accuracy": (margin > 0).astype(margin.dtype),
+        "chosen_reward": chosen_reward,
+        "rejected_reward": rejected_reward,
+    }
 
 
 def squared_value_loss(value: jax.Array, target: jax.Array) -> jax.Array:
@@ -189,13 +146,9 @@ def k3(log_prob: jax.Array, ref_log_prob: jax.Array) -> jax.Array:
 
 KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
-KL_WEIGHTS = ("none", "ratio", "stopped_ratio")
-"""What multiplies a KL estimate in the loss: nothing, the differentiable probability ratio (for k3), or the ratio as a
-constant (for k2)."""
-
 
 def weighted_kl(estimate: jax.Array, log_ratio: jax.Array, kl_weight: str) -> jax.Array:
-    """Returns a KL estimate in the loss, `[N, T]`, times the factor that `kl_weight` names, one of `KL_WEIGHTS`."""
+    """Returns a KL estimate in the loss, `[N, T]`, times the factor that `kl_weight` names."""
     if kl_weight == "none":
         return estimate
     return estimate * jnp.exp(jax.lax.stop_gradient(log_ratio) if kl_weight == "stopped_ratio" else log_ratio)
@@ -210,8 +163,6 @@ def subtract_kl_penalty(
     """
     return reward - coefficient * jax.lax.stop_gradient(jnp.where(loss_mask, kl_estimate, 0))
 
-
-COVARIANCE_TREATMENTS = ("none", "clip", "kl")
 
 CLIP_COV_LOW, CLIP_COV_HIGH = 1.0, 5.0
 """Clip-Cov selects its tokens among those whose covariance lies between these bounds."""
@@ -276,11 +227,6 @@ def apply_covariance(
     # Its slope at zero is zero, as PyTorch's; that of `jnp.abs` is one.
     absolute = jax.lax.stop_gradient(jnp.sign(log_ratio)) * log_ratio
     return objective - jnp.where(covariance_mask, absolute, 0.0)
-
-
-CORRECTION_LEVELS = ("token", "sequence", "geometric")
-"""What an importance weight belongs to: a token; a row, as the product over its tokens; or, for masking alone, a token
-of a row whose geometric mean is within the bounds, which does not reject rows for being long."""
 
 
 def truncated_importance_weight(

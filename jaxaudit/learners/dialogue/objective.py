@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from flax import struct
 
-from jaxaudit.learners.dialogue import loss_terms
 from jaxaudit.learners.rl import settings as checks
 
 
@@ -63,30 +61,16 @@ class Coefficients:
 
     def check(self) -> None:
         """Raises ValueError, in one sentence, for the first coefficient that is out of range."""
-        for name in ("gamma", "gae_lambda", "critic_lambda", "overlong_buffer", "clip_low", "covariance_share"):
-            self._require(name, 0 <= getattr(self, name) <= 1, "lie in [0, 1]")
-        for name in (
-            "clip_high",
-            "kl_coefficient",
-            "value_coefficient",
-            "overlong_coefficient",
-            "std_epsilon",
-            "gae_lambda_length",
-        ):
-            self._require(name, getattr(self, name) >= 0, "not be negative")
-        for name in ("value_clip", "beta", "tis_cap"):
-            self._require(name, getattr(self, name) > 0, "be positive")
-        self._require("dual_clip", self.dual_clip > 1, "be above 1")
-        self._require("label_smoothing", 0 <= self.label_smoothing < 0.5, "lie in [0, 0.5)")
-        self._require("mis_low", 0 <= self.mis_low < self.mis_high, f"lie in [0, mis_high = {self.mis_high})")
-
-    def _require(self, name: str, condition: bool, requirement: str) -> None:
-        if not condition:
-            raise ValueError(f"{name} must {requirement}, not {getattr(self, name)}")
-
-
-ADVANTAGES = ("gae", "group", "group_mean", "leave_one_out")
-KLS = ("none", *loss_terms.KL_ESTIMATORS, "exact")
+        checks.fractions(
+            self, "gamma", "gae_lambda", "critic_lambda", "overlong_buffer", "clip_low", "covariance_share"
+        )
+        checks.not_negative(self, "clip_high", "kl_coefficient", "value_coefficient", "overlong_coefficient")
+        checks.not_negative(self, "std_epsilon", "gae_lambda_length")
+        checks.check_each(self, ("value_clip", "beta", "tis_cap"), lambda value: value > 0, "be positive")
+        checks.check_each(self, ("dual_clip",), lambda value: value > 1, "be above 1")
+        checks.check_each(self, ("label_smoothing",), lambda value: 0 <= value < 0.5, "lie in [0, 0.5)")
+        below_high = f"lie in [0, mis_high = {self.mis_high})"
+        checks.check_each(self, ("mis_low",), lambda value: 0 <= value < self.mis_high, below_high)
 
 
 @dataclass(frozen=True)
@@ -111,103 +95,72 @@ class ObjectiveConfig:
       entropy_bonus: whether the loss has an entropy bonus.
       clip_value: whether the value loss is clipped, too.
       old_log_probability: where old log-probabilities come from: "recomputed" by the trainer, or as "sampled".
-      reference: whether there is a reference policy.
       overlong_penalty: whether the penalty on overlong responses is added to the score.
-      mask_truncated: whether truncated rows are left out of the loss and the baselines.
       dynamic_sampling: whether rollout groups without signal are replaced from a fixed surplus.
     """
 
-    objective: str = "policy"
-    advantage: str = "group"
+    objective: Literal["policy", "preference"] = "policy"
+    advantage: Literal["gae", "group", "group_mean", "leave_one_out"] = "group"
     whiten: bool = False
-    ratio: str = "token"
-    correction: str = "none"
-    correction_level: str = "token"
-    aggregation: str = "sequence"
-    kl: str = "none"
-    kl_in: str = "loss"
-    kl_weight: str = "none"
-    covariance: str = "none"
+    ratio: Literal["token", "sequence_mean", "sequence_sum"] = "token"
+    correction: Literal["none", "tis", "mis"] = "none"
+    correction_level: Literal["token", "sequence", "geometric"] = "token"
+    aggregation: Literal["token_minibatch", "token_iteration", "sequence", "constant"] = "sequence"
+    kl: Literal["none", "k1", "k2", "k3", "exact"] = "none"
+    kl_in: Literal["loss", "reward", "both"] = "loss"
+    kl_weight: Literal["none", "ratio", "stopped_ratio"] = "none"
+    covariance: Literal["none", "clip", "kl"] = "none"
     adaptive_lambda: bool = False
     entropy_bonus: bool = False
     clip_value: bool = True
-    old_log_probability: str = "recomputed"
-    reference: bool = True
+    old_log_probability: Literal["recomputed", "sampled"] = "recomputed"
     overlong_penalty: bool = False
-    mask_truncated: bool = False
     dynamic_sampling: bool = False
 
     def __post_init__(self):
-        checks.one_of(
-            self,
-            objective=("policy", "preference"),
-            advantage=ADVANTAGES,
-            ratio=tuple(loss_terms.RATIOS),
-            correction=("none", "tis", "mis"),
-            correction_level=loss_terms.CORRECTION_LEVELS,
-            aggregation=loss_terms.AGGREGATIONS,
-            kl=KLS,
-            kl_in=("loss", "reward", "both"),
-            kl_weight=loss_terms.KL_WEIGHTS,
-            old_log_probability=("recomputed", "sampled"),
-            covariance=loss_terms.COVARIANCE_TREATMENTS,
-        )
-        for conflict, message in self._conflicts():
-            if conflict:
-                raise ValueError(message)
-
-    def _conflicts(self) -> Iterator[tuple[bool, str]]:
-        yield (
-            self.kl != "none" and not self.reference,
-            f"kl = {self.kl!r} needs a reference policy, so reference must be True",
-        )
-        yield (
-            self.objective == "preference" and not self.reference,
-            "a preference objective needs a reference policy, so reference must be True",
-        )
-        yield (
-            self.objective == "preference" and self.kl != "none",
-            f"a preference objective contains its own KL, so kl must be 'none', not {self.kl!r}",
-        )
-        yield (
-            self.objective == "preference" and (self.correction != "none" or self.entropy_bonus),
-            "a preference objective has no probability ratio and no entropy bonus, so correction must be 'none' and "
-            "entropy_coefficient must be 0",
-        )
-        yield (
-            self.correction != "none" and self.old_log_probability == "sampled",
-            f"correction = {self.correction!r} weighs tokens by recomputed over sampled probabilities, so "
-            "old_log_probability must be 'recomputed', not 'sampled'",
-        )
-        yield (
-            self.correction_level == "geometric" and self.correction != "mis",
-            f"correction_level = 'geometric' only masks, so correction must be 'mis', not {self.correction!r}",
-        )
-        yield (
-            self.kl_weight != "none" and (self.kl == "none" or self.kl_in != "loss"),
-            f"kl_weight = {self.kl_weight!r} multiplies a KL in the loss, so kl must not be 'none' and kl_in must be "
-            f"'loss', not {self.kl!r} and {self.kl_in!r}",
-        )
-        yield (
-            self.kl_weight != "none" and self.kl == "exact",
-            f"kl_weight = {self.kl_weight!r} multiplies an estimate from the sampled token, so kl must not be 'exact'",
-        )
-        yield (
-            self.covariance != "none" and (self.objective == "preference" or self.ratio != "token"),
-            f"covariance = {self.covariance!r} selects single tokens, so objective must be 'policy' and ratio 'token'",
-        )
-        yield (
-            self.adaptive_lambda and self.advantage != "gae",
-            f"gae_lambda_length applies to a critic's advantages, so advantage must be 'gae', not {self.advantage!r}",
-        )
-        yield (
-            self.whiten and self.advantage != "gae",
-            f"whiten applies to a critic's token advantages, so advantage must be 'gae', not {self.advantage!r}",
-        )
-        yield (
-            self.advantage == "gae" and self.ratio == "sequence_sum",
-            "ratio = 'sequence_sum' needs one advantage per row, so advantage must not be 'gae'",
-        )
+        checks.choices(self)
+        if self.objective == "preference" and self.kl != "none":
+            raise ValueError(f"a preference objective contains its own KL, so kl must be 'none', not {self.kl!r}")
+        if self.objective == "preference" and (self.correction != "none" or self.entropy_bonus):
+            raise ValueError(
+                "a preference objective has no probability ratio and no entropy bonus, so correction must be 'none' "
+                "and entropy_coefficient must be 0"
+            )
+        if self.correction != "none" and self.old_log_probability == "sampled":
+            raise ValueError(
+                f"correction = {self.correction!r} weighs tokens by recomputed over sampled probabilities, so "
+                "old_log_probability must be 'recomputed', not 'sampled'"
+            )
+        if self.correction_level == "geometric" and self.correction != "mis":
+            raise ValueError(
+                f"correction_level = 'geometric' only masks, so correction must be 'mis', not {self.correction!r}"
+            )
+        if self.kl_weight != "none" and (self.kl == "none" or self.kl_in != "loss"):
+            raise ValueError(
+                f"kl_weight = {self.kl_weight!r} multiplies a KL in the loss, so kl must not be 'none' and kl_in must "
+                f"be 'loss', not {self.kl!r} and {self.kl_in!r}"
+            )
+        if self.kl_weight != "none" and self.kl == "exact":
+            raise ValueError(
+                f"kl_weight = {self.kl_weight!r} multiplies an estimate from the sampled token, so kl must not be "
+                "'exact'"
+            )
+        if self.covariance != "none" and (self.objective == "preference" or self.ratio != "token"):
+            raise ValueError(
+                f"covariance = {self.covariance!r} selects single tokens, so objective must be 'policy' and ratio "
+                "'token'"
+            )
+        if self.adaptive_lambda and self.advantage != "gae":
+            raise ValueError(
+                f"gae_lambda_length applies to a critic's advantages, so advantage must be 'gae', not "
+                f"{self.advantage!r}"
+            )
+        if self.whiten and self.advantage != "gae":
+            raise ValueError(
+                f"whiten applies to a critic's token advantages, so advantage must be 'gae', not {self.advantage!r}"
+            )
+        if self.advantage == "gae" and self.ratio == "sequence_sum":
+            raise ValueError("ratio = 'sequence_sum' needs one advantage per row, so advantage must not be 'gae'")
 
     @property
     def kl_in_reward(self) -> bool:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxaudit.learners.dialogue import loss_terms
-from jaxaudit.learners.dialogue.loss_terms import Denominators, aggregate, token_minibatch
+from jaxaudit.learners.dialogue.loss_terms import Denominators, aggregate
 from jaxaudit.learners.dialogue.objective import Coefficients, ObjectiveConfig
 
 
@@ -148,7 +148,7 @@ def policy_loss(
 
     def mean(x: jax.Array) -> jax.Array:
         x = jnp.broadcast_to(x, inputs.loss_mask.shape).astype(inputs.old_log_prob.dtype)
-        return token_minibatch(x, inputs.loss_mask, denominators.tokens)
+        return aggregate("token_minibatch", x, inputs.loss_mask, denominators)
 
     ratio = jax.lax.stop_gradient(jnp.exp(terms.log_ratio))
     metrics = {
@@ -215,7 +215,7 @@ def _preference_loss(
     coefficients: Coefficients, predictions: Predictions, inputs: LossInputs, denominators: Denominators
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns DPO's loss, a mean over the pairs both of whose rows count, and its metrics."""
-    pairs = loss_terms.dpo_of_rows(
+    pairs = loss_terms.dpo(
         predictions.log_prob, inputs.ref_log_prob, inputs.loss_mask, coefficients.beta, coefficients.label_smoothing
     )
     both_count = jnp.all(jnp.any(inputs.loss_mask, -1).reshape(-1, 2), -1)
@@ -223,11 +223,5 @@ def _preference_loss(
     def mean(x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(both_count, x, 0)) / jnp.maximum(denominators.rows / 2, 1)
 
-    loss = mean(pairs.loss)
-    return loss, {
-        "loss": loss,
-        "margin": mean(pairs.margin),
-        "preference_accuracy": mean(pairs.accuracy),
-        "chosen_reward": mean(pairs.chosen),
-        "rejected_reward": mean(pairs.rejected),
-    }
+    metrics = {name: mean(x) for name, x in pairs.items()}
+    return metrics["loss"], metrics

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -207,38 +206,28 @@ class DialogueSettings:
         checks.at_least_one(self, "prompts", "group_size", "oversampling", "epochs", "minibatches")
         checks.at_least_one(self, "warm_start_rows", "performance_rows", "performance_every", "tool_window")
         checks.at_least_one(self, "reward_model_pairs", "critic_warm_start_rows", "critic_warm_start_minibatch")
-        checks.not_negative(
-            self, "lora_rank", "top_k", "weight_decay", "warm_start", "critic_warm_start", "microbatches"
-        )
-        checks.not_negative(self, "reward_model_warm_start", "learning_rate", "critic_learning_rate")
-        checks.not_negative(self, "critic_warm_start_learning_rate")
-        checks.not_negative(self, "entropy_coefficient")
+        checks.not_negative(self, "lora_rank", "top_k", "weight_decay", "warm_start", "critic_warm_start")
+        checks.not_negative(self, "microbatches", "reward_model_warm_start", "learning_rate", "critic_learning_rate")
+        checks.not_negative(self, "critic_warm_start_learning_rate", "entropy_coefficient")
         checks.positive(self, "temperature", "epsilon", "max_grad_norm", "warm_start_learning_rate")
         checks.positive(self, "reward_model_learning_rate")
         checks.fractions(self, "warm_start_success", "warm_start_right", "learning_rate_final", "curriculum")
         checks.below_one(self, "beta1", "beta2", "learning_rate_warmup")
         checks.telemetry(self.telemetry)
         checks.one_of(
-            self,
-            size=tuple(gpt2.SIZES),
-            precision=("float32", "bfloat16"),
-            old_log_probability=("recomputed", "sampled"),
-            learning_rate_decay=tuple(DECAYS),
+            self, size=tuple(gpt2.SIZES), precision=("float32", "bfloat16"), learning_rate_decay=tuple(DECAYS)
         )
         if self.reward not in REWARDS:
             raise ValueError(
                 f"reward must be {' or '.join(map(repr, REWARDS))}, not {self.reward!r}: to write a reward in Python, "
                 'register a dialogue with register("dialogue", name)'
             )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], not {self.top_p}")
+        checks.check_each(self, ("top_p",), lambda value: 0 < value <= 1, "lie in (0, 1]")
         unit_name = "pairs" if self.objective == "preference" else "rows (prompts * group_size)"
         self._check_divides("minibatches", self.minibatches, self.units, unit_name)
         minibatch_units = self.units // self.minibatches
         self._check_divides("microbatches", self.microbatches or 1, minibatch_units, f"{unit_name} of a minibatch")
-        for conflict, message in self._conflicts():
-            if conflict:
-                raise ValueError(message)
+        self._check_conflicts()
         self.coefficients.check()
         _ = self.objective_config
 
@@ -246,50 +235,47 @@ class DialogueSettings:
         if total % divisor:
             raise ValueError(f"{name} must divide the {total} {unit}, and {divisor} does not")
 
-    def _conflicts(self) -> Iterator[tuple[bool, str]]:
+    def _check_conflicts(self) -> None:
         reader = "a preference objective" if self.objective == "preference" else f"advantage '{self.advantage}'"
-        yield (
-            self.compares_within_groups and self.group_size == 1,
-            f"group_size must be at least 2, not 1, for {reader}, which compares rows of one prompt",
-        )
-        yield (
-            self.kl == "none" and self.kl_coefficient > 0,
-            f"kl_coefficient {self.kl_coefficient:g} weighs a divergence from the reference, and "
-            + (
-                "a preference objective has its own, weighed by beta; leave kl_coefficient at 0"
-                if self.objective == "preference"
-                else "kl is 'none'; choose k1, k2, k3 or exact, or kl_coefficient = 0"
-            ),
-        )
-        yield (
-            self.kl == "exact" and self.kl_in != "loss",
-            f"kl 'exact' can only be in the loss, and kl_in is {self.kl_in!r}; in the reward kl must be k1, k2 or k3",
-        )
-        yield (
-            (self.covariance == "none") != (self.covariance_share == 0),
-            f"covariance_share {self.covariance_share:g} is the fraction of tokens that covariance selects, and "
-            f"covariance is {self.covariance!r}: covariance_share must be 0 if and only if covariance is 'none'",
-        )
-        yield (
-            self.lora_rank > 0 and not self.checkpoint,
-            f"lora_rank {self.lora_rank} adapts the parameters of a checkpoint, and none is given",
-        )
-        for name in ("critic_init", "reward_model_init"):
-            yield (
-                self.lora_rank > 0 and getattr(self, name) != "policy",
-                f"{name} must be 'policy' with adapters, which all adapt the parameters of one checkpoint, not "
-                f"{getattr(self, name)!r}",
+        if self.compares_within_groups and self.group_size == 1:
+            raise ValueError(f"group_size must be at least 2, not 1, for {reader}, which compares rows of one prompt")
+        if self.kl == "none" and self.kl_coefficient > 0:
+            raise ValueError(
+                f"kl_coefficient {self.kl_coefficient:g} weighs a divergence from the reference, and "
+                + (
+                    "a preference objective has its own, weighed by beta; leave kl_coefficient at 0"
+                    if self.objective == "preference"
+                    else "kl is 'none'; choose k1, k2, k3 or exact, or kl_coefficient = 0"
+                )
             )
-        yield (
-            self.online and self.objective != "preference",
-            f"online applies to a preference objective, and objective is {self.objective!r}, which always trains on "
-            "the policy's own rows",
-        )
-        yield (
-            self.oversampling > 1 and not self.compares_within_groups,
-            f"oversampling {self.oversampling} keeps rollout groups whose rewards differ, which advantage 'gae' does "
-            "not compare",
-        )
+        if self.kl == "exact" and self.kl_in != "loss":
+            raise ValueError(
+                f"kl 'exact' can only be in the loss, and kl_in is {self.kl_in!r}; in the reward kl must be "
+                "k1, k2 or k3"
+            )
+        if (self.covariance == "none") != (self.covariance_share == 0):
+            raise ValueError(
+                f"covariance_share {self.covariance_share:g} is the fraction of tokens that covariance selects, and "
+                f"covariance is {self.covariance!r}: covariance_share must be 0 if and only if covariance is 'none'"
+            )
+        if self.lora_rank > 0 and not self.checkpoint:
+            raise ValueError(f"lora_rank {self.lora_rank} adapts the parameters of a checkpoint, and none is given")
+        for name in ("critic_init", "reward_model_init"):
+            if self.lora_rank > 0 and getattr(self, name) != "policy":
+                raise ValueError(
+                    f"{name} must be 'policy' with adapters, which all adapt the parameters of one checkpoint, not "
+                    f"{getattr(self, name)!r}"
+                )
+        if self.online and self.objective != "preference":
+            raise ValueError(
+                f"online applies to a preference objective, and objective is {self.objective!r}, which always trains "
+                "on the policy's own rows"
+            )
+        if self.oversampling > 1 and not self.compares_within_groups:
+            raise ValueError(
+                f"oversampling {self.oversampling} keeps rollout groups whose rewards differ, which advantage 'gae' "
+                "does not compare"
+            )
 
     @property
     def scheduled(self) -> bool:

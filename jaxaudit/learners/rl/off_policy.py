@@ -19,10 +19,9 @@ from jaxaudit.core.taps import Taps
 from jaxaudit.kernels.coherence import unit_gradient
 from jaxaudit.learners.rl import settings as checks
 from jaxaudit.learners.rl.replay_buffer import ReplayBuffer, Transitions
-from jaxaudit.learners.rl.telemetry import evaluate_when_due, gradient_coherence
+from jaxaudit.learners.rl.telemetry import episode_telemetry, gradient_coherence
 from jaxaudit.models.policy import TwinCritic
 from jaxaudit.runtime.paths import paths_of
-from jaxaudit.tasks import episodes
 from jaxaudit.tasks.episodes import CleanEnvs, Episodes, EpisodeState, Transition, Undisturbed
 
 Params = Any
@@ -260,19 +259,11 @@ class OffPolicy:
         telemetry |= nan_unless(
             self.learning(after), lambda: self.coherence(state.networks, state.buffer.value, probe_key, after)
         )
-        return state, telemetry | {
-            "performance": episodes.performance(self.undisturbed.clean(state.copies, state.episodes)),
-            "acting_performance": episodes.performance(state.episodes),
-            "evaluation_return": evaluate_when_due(
-                self.env,
-                lambda observation: self.to_action_space(self.act(params, observation)),
-                evaluation_key,
-                taps,
-                times=settings.evaluations,
-                episodes=settings.evaluation_episodes,
-                max_episode_steps=self.max_episode_steps,
-            ),
-            "episode_length": episodes.mean_length(state.episodes),
+
+        def greedy(observation: jax.Array) -> jax.Array:
+            return self.to_action_space(self.act(params, observation))
+
+        return state, telemetry | episode_telemetry(self, state, greedy, evaluation_key, taps) | {
             "params_norm": optax.tree.norm(params),
             "update_norm": optax.tree.norm(jax.tree.map(jnp.subtract, params, networks.params)),
         }

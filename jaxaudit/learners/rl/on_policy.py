@@ -17,10 +17,9 @@ from jaxaudit.core.taps import Taps
 from jaxaudit.kernels.gae import gae
 from jaxaudit.kernels.shuffle import shuffled
 from jaxaudit.learners.rl import settings as checks
-from jaxaudit.learners.rl.telemetry import evaluate_when_due
+from jaxaudit.learners.rl.telemetry import episode_telemetry
 from jaxaudit.models.policy import MLP, Distribution, head_of
 from jaxaudit.runtime.paths import paths_of
-from jaxaudit.tasks import episodes
 from jaxaudit.tasks.episodes import CleanEnvs, Episodes, EpisodeState, Undisturbed
 
 Params = Any
@@ -281,19 +280,7 @@ class OnPolicy:
         def best_action(observation: jax.Array) -> jax.Array:
             return self.head.to_task(self.head.mode(self.policy(state.params, self.normalized(state, observation))))
 
-        return state, telemetry | {
-            "performance": episodes.performance(self.undisturbed.clean(state.copies, state.episodes)),
-            "acting_performance": episodes.performance(state.episodes),
-            "evaluation_return": evaluate_when_due(
-                self.env,
-                best_action,
-                evaluation_key,
-                taps,
-                times=self.settings.evaluations,
-                episodes=self.settings.evaluation_episodes,
-                max_episode_steps=self.max_episode_steps,
-            ),
-            "episode_length": episodes.mean_length(state.episodes),
+        return state, telemetry | episode_telemetry(self, state, best_action, evaluation_key, taps) | {
             "explained_variance": 1.0 - jnp.var(samples.target - samples.value) / jnp.var(samples.target),
             "entropy": jnp.mean(self.head.entropy(self.policy(state.params, samples.observation))),
             "params_norm": optax.tree.norm(state.params),

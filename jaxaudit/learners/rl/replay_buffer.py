@@ -74,11 +74,6 @@ class ReplayBuffer:
         """The number of floats in a transition."""
         return 2 * self.observation_size + self.action_size + 2
 
-    @property
-    def nbytes(self) -> int:
-        """The size of one lane's buffer, in bytes."""
-        return self.rows * self.width * jnp.dtype(self.dtype).itemsize
-
     def init(self) -> jax.Array:
         return jnp.zeros((self.rows, self.width), self.dtype)
 

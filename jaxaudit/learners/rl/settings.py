@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jaxaudit.runtime import registry
 
@@ -33,30 +33,30 @@ def changed(settings: Any, change: Callable[[Any], Mapping[str, Any]], learner: 
 
 def at_least_one(settings: Any, *names: str) -> None:
     """Raises ValueError unless the fields are at least 1."""
-    _check_each(settings, names, lambda value: value >= 1, "be at least 1")
+    check_each(settings, names, lambda value: value >= 1, "be at least 1")
 
 
 def positive(settings: Any, *names: str) -> None:
     """Raises ValueError unless the fields are positive and finite."""
-    _check_each(settings, names, lambda value: 0 < value < math.inf, "be positive")
+    check_each(settings, names, lambda value: 0 < value < math.inf, "be positive")
 
 
 def not_negative(settings: Any, *names: str) -> None:
     """Raises ValueError unless the fields are zero or more."""
-    _check_each(settings, names, lambda value: value >= 0, "not be negative")
+    check_each(settings, names, lambda value: value >= 0, "not be negative")
 
 
 def fractions(settings: Any, *names: str) -> None:
     """Raises ValueError unless the fields lie in [0, 1]."""
-    _check_each(settings, names, lambda value: 0 <= value <= 1, "lie in [0, 1]")
+    check_each(settings, names, lambda value: 0 <= value <= 1, "lie in [0, 1]")
 
 
 def below_one(settings: Any, *names: str) -> None:
     """Raises ValueError unless the fields lie in [0, 1)."""
-    _check_each(settings, names, lambda value: 0 <= value < 1, "lie in [0, 1)")
+    check_each(settings, names, lambda value: 0 <= value < 1, "lie in [0, 1)")
 
 
-def _check_each(settings: Any, names: tuple[str, ...], allowed: Callable[[Any], bool], requirement: str) -> None:
+def check_each(settings: Any, names: tuple[str, ...], allowed: Callable[[Any], bool], requirement: str) -> None:
     for name in names:
         value = getattr(settings, name)
         if not allowed(value):
@@ -68,6 +68,13 @@ def one_of(settings: Any, **allowed: tuple[str, ...]) -> None:
     for name, values in allowed.items():
         if getattr(settings, name) not in values:
             raise ValueError(f"{name} must be {', '.join(values)}, not {getattr(settings, name)!r}")
+
+
+def choices(settings: Any) -> None:
+    """Raises ValueError unless each field annotated as a `Literal` has one of its values."""
+    for name, hint in get_type_hints(type(settings)).items():
+        if get_origin(hint) is Literal:
+            one_of(settings, **{name: get_args(hint)})
 
 
 def widths(settings: Any) -> None:

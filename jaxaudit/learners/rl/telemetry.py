@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxaudit.core.taps import Taps
 from jaxaudit.kernels.coherence import CoherenceSum, dominant_share, mean_pairwise_cosine
-from jaxaudit.tasks.episodes import evaluate
+from jaxaudit.tasks.episodes import evaluate, mean_length, performance
 
 Params = Any
 
@@ -51,28 +51,32 @@ def gradient_coherence(
     }
 
 
-def evaluate_when_due(
-    env: Any,
-    policy: Callable[[jax.Array], jax.Array],
-    key: jax.Array,
-    taps: Taps,
-    *,
-    times: int,
-    episodes: int,
-    max_episode_steps: int,
-) -> jax.Array:
-    """Returns the mean return of new, undisturbed episodes at the steps of `when_due`, and NaN at all others.
+def episode_telemetry(
+    learner: Any, state: Any, policy: Callable[[jax.Array], jax.Array], key: jax.Array, taps: Taps
+) -> dict[str, jax.Array]:
+    """Returns the scalar channels on episodes: performance, acting_performance, evaluation_return, episode_length.
+
+    `evaluation_return` is the mean return of new, undisturbed episodes at the steps of `when_due`, and NaN at all
+    others.
 
     Args:
-      env: a brax `Env`, unbatched.
+      learner: an `OnPolicy` or `OffPolicy` learner.
+      state: its state after the step.
       policy: maps observations `[episodes, O]` to actions as `Episodes.step` takes them, without exploration.
-      key: PRNG key of the initial states.
+      key: PRNG key of the evaluation's initial states.
       taps: the step's taps, which know the step and the length of the run.
-      times: number of evaluations in a run, at most one per step. 0 means never.
-      episodes: number of episodes in each evaluation.
-      max_episode_steps: the time limit of an episode.
     """
-    return when_due(taps, times, lambda: jnp.mean(evaluate(env, policy, key, episodes, max_episode_steps)))
+    settings = learner.settings
+
+    def mean_return() -> jax.Array:
+        return jnp.mean(evaluate(learner.env, policy, key, settings.evaluation_episodes, learner.max_episode_steps))
+
+    return {
+        "performance": performance(learner.undisturbed.clean(state.copies, state.episodes)),
+        "acting_performance": performance(state.episodes),
+        "evaluation_return": when_due(taps, settings.evaluations, mean_return),
+        "episode_length": mean_length(state.episodes),
+    }
 
 
 def when_due(taps: Taps, times: int, measure: Callable[[], jax.Array]) -> jax.Array:

@@ -187,8 +187,7 @@ class TRPOSettings(OnPolicySettings):
         checks.at_least_one(self, "cg_steps", "fisher_every", "critic_epochs")
         checks.positive(self, "max_kl", "learning_rate", "backtrack_factor")
         checks.not_negative(self, "damping", "max_backtracks")
-        if self.backtrack_factor >= 1:
-            raise ValueError(f"backtrack_factor must be less than 1, not {self.backtrack_factor}")
+        checks.check_each(self, ("backtrack_factor",), lambda value: value < 1, "be less than 1")
 
 
 class TRPO(OnPolicy):

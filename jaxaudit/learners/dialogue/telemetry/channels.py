@@ -19,26 +19,6 @@ from jaxaudit.learners.dialogue.telemetry.rewards import powers_of_two
 from jaxaudit.learners.dialogue.telemetry.token_statistics import SOURCES, STRATA, LastValues
 from jaxaudit.runtime.paths import groups_of
 
-FEATURES = (
-    "tools",
-    "parts",
-    "reference",
-    "ratios",
-    "correction",
-    "critic",
-    "demonstrations",
-    "reward_model",
-    "pairs",
-    "mismatch",
-    "kl_loss",
-    "sources",
-    "changes",
-)
-"""Features of a run that some channels depend on: tools; parts of the reward; a reference policy; probability ratios;
-importance weights that correct them; a critic; a critic with demonstrations to test it on; a learned reward model;
-preference pairs (DPO); log-probabilities both sampled and recomputed; a KL to the reference in the loss; ratios of a
-dialogue with tools; and a dialogue that can change its prompts."""
-
 MOMENTS = ("visited", "after")
 """Moments of ratios: all minibatches as visited, and all rows after the last update; only "full" telemetry has both."""
 
@@ -51,7 +31,7 @@ class Entry:
       description: what the channel is.
       dims: names of its dimensions.
       basic: whether "basic" telemetry has it.
-      needs: the one of `FEATURES` that it depends on; "" if every run has it.
+      needs: the feature of `run_features` that it depends on; "" if every run has it.
       held_out: whether it is measured on held-out rows, at the cadence of the performance.
       dtype: the dtype it is stored in.
       monitored: whether monitors read it by default.
@@ -219,15 +199,9 @@ def channels(telemetry: str, features: Collection[str], dimensions: RunDimension
 
     Args:
       telemetry: "basic" or "full".
-      features: the ones of `FEATURES` that the run has.
+      features: the features that the run has, as returned by `run_features`.
       dimensions: lengths and labels of its dimensions.
-
-    Raises:
-      ValueError: a feature is not one of `FEATURES`.
     """
-    unknown = sorted(set(features) - set(FEATURES))
-    if unknown:
-        raise ValueError(f"features must be among {', '.join(FEATURES)}, not '{unknown[0]}'")
     labels = _dimension_labels(telemetry, "tools" in features, dimensions)
     value_names = {"shown_token": dimensions.token_names, "shown_role": ROLES}
     chosen = {}
@@ -276,7 +250,13 @@ def run_channels(dialogue: Dialogue, settings: DialogueSettings, policy: Network
 
 
 def run_features(dialogue: Dialogue, settings: DialogueSettings, has_parts: bool) -> list[str]:
-    """Returns the `FEATURES` that a run has; `has_parts` says whether its reward has parts beside gold."""
+    """Returns the features of a run that some channels depend on.
+
+    They are: tools; parts of the reward; a reference policy; probability ratios; importance weights that correct them;
+    a critic; a critic with demonstrations to test it on; a learned reward model; preference pairs (DPO);
+    log-probabilities both sampled and recomputed; ratios of a dialogue with tools; a KL to the reference in the loss;
+    and a dialogue that can change its prompts. `has_parts` says whether the reward has parts beside gold.
+    """
     config, has_ratios = settings.objective_config, settings.objective == "policy"
     features = {
         "tools": bool(dialogue.result_tokens),

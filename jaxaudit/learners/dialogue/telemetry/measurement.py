@@ -23,7 +23,6 @@ from jaxaudit.dialogues.protocol import GOLD, TOOL, Dialogue, has_changes, has_d
 from jaxaudit.kernels.linear_algebra import effective_rank, linear_cka, singular_values, stable_rank
 from jaxaudit.learners.dialogue import advantages, demonstrations, loss_terms, policy_loss
 from jaxaudit.learners.dialogue.collection import POLICY, Collector, Experience, Models, max_response_tokens
-from jaxaudit.learners.dialogue.loss_terms import denominators
 from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.policy_loss import Predictions
 from jaxaudit.learners.dialogue.rollout import Rows
@@ -344,13 +343,11 @@ class Instruments:
         log_probs = log_distributions(before.policy, outputs.hidden)
         ref_log_probs = log_distributions(before.reference, outputs.ref_hidden)
         exact_kl = slots.scatter(token_statistics.kl_divergence(log_probs, ref_log_probs))
+        statistics["kl"] = by_stratum(mean, selected_masks, exact_kl)
         if not self.full:
-            return statistics | {"kl": by_stratum(mean, selected_masks, exact_kl)}
-        statistics |= policy.reference_statistics(outputs.log_prob, loss_inputs.ref_log_prob, exact_kl, masks)
-        statistics |= {
-            "kl": by_stratum(mean, selected_masks, exact_kl),
-            "kl_largest": by_stratum(policy.largest, selected_masks, exact_kl),
-        }
+            return statistics
+        statistics |= policy.reference_statistics(outputs.log_prob, loss_inputs.ref_log_prob, masks)
+        statistics["kl_largest"] = by_stratum(policy.largest, selected_masks, exact_kl)
         log_probs_after = log_distributions(after.policy, hidden_after)
         greedy, greedy_after = (slots.scatter(jnp.argmax(x, axis=-1)) for x in (log_probs, log_probs_after))
         collision = slots.scatter(jnp.sum(jnp.exp(2 * log_probs), axis=-1))
@@ -391,7 +388,7 @@ class Instruments:
         log_prob, old_log_prob = (jnp.where(loss_mask, x, 0.0) for x in (log_prob, loss_inputs.old_log_prob))
         ratio = loss_terms.RATIOS[self.settings.ratio]
         log_ratio_after = jnp.broadcast_to(ratio(log_prob, old_log_prob, loss_mask), loss_mask.shape)
-        counts = denominators(loss_mask, max_response_tokens(self.dialogue))
+        counts = loss_terms.denominators(loss_mask, max_response_tokens(self.dialogue))
         config = self.settings.objective_config
         weight_after = policy_loss.score_weights(config, coefficients, Predictions(log_prob), loss_inputs, counts)
         weight = updates.tokens.weight.reshape(log_ratio.shape)

@@ -20,7 +20,7 @@ from jaxaudit.kernels.tails import (
     top_share,
 )
 from jaxaudit.learners.dialogue import loss_terms
-from jaxaudit.learners.dialogue.telemetry.token_statistics import Statistic, Statistics, by_stratum, mean
+from jaxaudit.learners.dialogue.telemetry.token_statistics import Statistic, Statistics, by_stratum, counts_of, mean
 
 DISTANCE_BINS = (0, 1, 2, 4, 8, 16, 32, 64)
 """Lower edges of the bins of the distance from a row's end, in response tokens; the last bin is open."""
@@ -179,29 +179,24 @@ def kl_estimators(log_prob: jax.Array, ref_log_prob: jax.Array) -> jax.Array:
     return jnp.stack([loss_terms.k1(log_prob, ref_log_prob), loss_terms.k2(log_prob, ref_log_prob), k3])
 
 
-def reference_statistics(
-    log_prob: jax.Array, ref_log_prob: jax.Array, exact_kl: jax.Array, masks: jax.Array
-) -> Statistics:
+def reference_statistics(log_prob: jax.Array, ref_log_prob: jax.Array, masks: jax.Array) -> Statistics:
     """Computes how far the policy is from the reference.
 
     Args:
       log_prob: the policy's log-probabilities of the tokens, `[N, T]`.
       ref_log_prob: the reference's, `[N, T]`.
-      exact_kl: KL(policy || reference) over the whole vocabulary, `[N, T]`.
       masks: bool `[S, N, T]`.
 
     Returns:
-      kl (the exact one), kl_estimate `[S, 3]`, kl_spread (the largest of the three estimates minus the smallest),
-      kl_largest (the largest exact KL of a token) and reference_log_probability, a mean; all but kl_estimate are `[S]`.
+      kl_estimate `[S, 3]`, kl_spread `[S]` (the largest of the three estimates minus the smallest), and
+      reference_log_probability `[S]`, a mean.
     """
     estimates = kl_estimators(log_prob, ref_log_prob)
     means = jax.vmap(lambda estimate: by_stratum(mean, masks, estimate).value, out_axes=1)(estimates)
-    kl = by_stratum(mean, masks, exact_kl)
+    counts = counts_of(masks)
     return {
-        "kl": kl,
-        "kl_estimate": Statistic(means, kl.count),
-        "kl_spread": Statistic(means.max(axis=1) - means.min(axis=1), kl.count),
-        "kl_largest": by_stratum(largest, masks, exact_kl),
+        "kl_estimate": Statistic(means, counts),
+        "kl_spread": Statistic(means.max(axis=1) - means.min(axis=1), counts),
         "reference_log_probability": by_stratum(mean, masks, ref_log_prob),
     }
 
