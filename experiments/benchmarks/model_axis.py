@@ -69,11 +69,12 @@ def memory(size: str) -> None:
 
 def copied_bytes(engine, batch) -> int:
     """Returns the bytes on each device of the states that are padded."""
-    from jaxaudit.execution.device_layout import padded_shapes
+    from jaxaudit.execution.device_layout import padded
 
     program, lane = engine.grid.program, engine.lane_shapes(batch)
-    pairs = zip(jax.tree.leaves(lane), jax.tree.leaves(padded_shapes(program, lane, 0)), strict=True)
-    return sum(4 * padded.size // program.model_devices for x, padded in pairs if x.shape != padded.shape)
+    padded_lane = jax.eval_shape(lambda lane: padded(program, lane, 0), lane)
+    pairs = zip(jax.tree.leaves(lane), jax.tree.leaves(padded_lane), strict=True)
+    return sum(4 * after.size // program.model_devices for before, after in pairs if before.shape != after.shape)
 
 
 def steps(size: str, repeats: int = 30) -> None:

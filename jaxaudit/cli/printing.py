@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from jaxaudit.perturbations import Kind
 from jaxaudit.runtime import registry
 from jaxaudit.runtime.errors import UserError
 from jaxaudit.runtime.registry import align_columns, first_docstring_line
-from jaxaudit.spec.sections import learner_settings
+from jaxaudit.spec.schema import REQUIRED, Key, learner_keys
 from jaxaudit.spec.tables import to_toml_value
 
 TABLE_S5 = (
@@ -55,17 +54,12 @@ def learners() -> list[str]:
     lines = []
     for name in registry.learners:
         lines.append(f"{name}  {first_docstring_line(registry.learners[name])}")
-        fields = [f for f in dataclasses.fields(learner_settings(name)) if f.name != "telemetry"]
-        lines += align_columns([(f"  {f.name}", _default(f)) for f in fields])
+        lines += align_columns([(f"  {key.name}", _default(key)) for key in learner_keys(name)])
     return lines
 
 
-def _default(setting: dataclasses.Field) -> str:
-    if setting.default is not dataclasses.MISSING:
-        return to_toml_value(setting.default)
-    if setting.default_factory is not dataclasses.MISSING:
-        return to_toml_value(setting.default_factory())
-    return "(required)"
+def _default(key: Key) -> str:
+    return "(required)" if key.default is REQUIRED else to_toml_value(key.default)
 
 
 _DIALOGUES = "dialogues but dpo"

@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxaudit.runtime.registry import dialogues, first_docstring_line, task_kinds, unknown_name_message
+from jaxaudit.runtime.registry import check_name, dialogues, first_docstring_line, task_kinds
 
 POLICY, PROMPT, TOOL, END = range(4)
 """The roles of a slot: its token is written by the policy, the prompt or a tool, or the dialogue is over."""
@@ -284,8 +284,7 @@ def named(name: str, **settings: Any) -> DialogueTask:
     fields = [field for field in dataclasses.fields(registered) if field.init]  # type: ignore[arg-type]
     allowed = [field.name for field in fields]
     for key in settings:
-        if key not in allowed:
-            raise ValueError(unknown_name_message(f"setting of dialogue '{name}'", key, allowed))
+        check_name(f"setting of dialogue '{name}'", key, allowed)
     for field in fields:
         if field.name not in settings and field.default is field.default_factory is dataclasses.MISSING:
             raise ValueError(f"dialogue '{name}' needs the setting '{field.name}'")

@@ -12,11 +12,12 @@ import jax
 from jaxaudit.analysis import datasets, results
 from jaxaudit.analysis.metrics import MetricSettings
 from jaxaudit.core.channel_names import PERFORMANCE
+from jaxaudit.core.grid import plan
 from jaxaudit.core.learner import Learner
 from jaxaudit.core.perturbation import Chain, Perturbation
 from jaxaudit.core.program import Execution
 from jaxaudit.execution import memory
-from jaxaudit.execution.autotune import tuned_grid
+from jaxaudit.execution.autotune import autotune_local
 from jaxaudit.execution.driver import MemorySink, run_batch
 from jaxaudit.monitoring.monitor import Monitor
 from jaxaudit.monitoring.watch import MonitorWatch
@@ -65,21 +66,20 @@ def audit(
       ValueError: the learner lacks a perturbation's site, a window is not within the run, or memory is too small.
     """
     metric_settings = settings or MetricSettings()
-    grid, speeds = tuned_grid(
+    planned = plan(
         learner,
         perturbations,
-        seeds,
-        steps,
-        execution,
-        devices,
-        model_devices,
-        matmul_precision,
-        rows=steps,
-        resident=True,
+        seeds=seeds,
+        steps=steps,
+        execution=execution,
+        devices=devices,
+        model_devices=model_devices,
+        matmul_precision=matmul_precision,
         tail=metric_settings.window,
         lanes=lanes,
         watch=None if monitor is None else partial(MonitorWatch.for_telemetry, monitor, alpha),
     )
+    grid, speeds = autotune_local(planned, steps, resident=True)
     engine, batches, _ = memory.fit(grid, steps, resident=True)
     sink = MemorySink(grid)
     for batch in batches:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 
 from jaxaudit.core.batches import Plan, layout
-from jaxaudit.core.grid import Grid, plan
-from jaxaudit.core.learner import Learner
-from jaxaudit.core.perturbation import Chain, Perturbation
-from jaxaudit.core.program import Execution
+from jaxaudit.core.grid import Grid
 from jaxaudit.execution import memory
 from jaxaudit.runtime.errors import UserError
 from jaxaudit.runtime.machine import release_memory
-from jaxaudit.runtime.tracing import MatmulPrecision
 
 TIMED_STEPS = 3
 """The number of timed steps, of which the fastest counts; they follow one untimed step."""
@@ -27,36 +22,8 @@ FEW_LANES = 4
 """The number of lanes per GPU or TPU up to which they may be as fast one after the other as side by side."""
 
 
-def tuned_grid(
-    learner: Learner,
-    perturbations: Sequence[Perturbation | Chain],
-    seeds: int | Sequence[int],
-    steps: int,
-    execution: Execution,
-    devices: Sequence[jax.Device] | None,
-    model_devices: int,
-    matmul_precision: MatmulPrecision,
-    *,
-    rows: int,
-    resident: bool = False,
-    **options: Any,
-) -> tuple[Grid, dict[str, float]]:
-    """Returns the grid of these arguments of `audit` or `margin`, after `autotune`, and the measured speeds.
-
-    `rows` and `resident` are as in `memory.fit`, and `options` are further arguments of `plan`. Raises ValueError as
-    `plan`, and for devices of several processes.
-    """
-    grid = plan(
-        learner,
-        perturbations,
-        seeds=seeds,
-        steps=steps,
-        execution=execution,
-        devices=devices,
-        model_devices=model_devices,
-        matmul_precision=matmul_precision,
-        **options,
-    )
+def autotune_local(grid: Grid, rows: int, resident: bool = False) -> tuple[Grid, dict[str, float]]:
+    """Returns `autotune` of a grid of `audit` or `margin`. Raises ValueError for devices of several processes."""
     if grid.program.across_hosts:
         raise ValueError(
             "audit() and margin() train in the memory of one process, on jax.local_devices(); to train on several "

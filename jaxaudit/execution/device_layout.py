@@ -17,15 +17,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxaudit.core.program import Program
-from jaxaudit.runtime.sharding import LANE_AXIS, MODEL_AXIS, leaf_paths, named_sharding
+from jaxaudit.runtime.sharding import LANE_AXIS, MODEL_AXIS, REPLICATED, device_mesh, map_with_paths
 
 
-def axes_of(program: Program, tree: Any, leading: int) -> list[tuple[str | None, ...]]:
-    """Returns, for each leaf of arrays or shapes, the partition of its axes after the leading ones; () if not split."""
-    partition, leaves = program.learner.partition, jax.tree.leaves(tree)
-    if partition is None or program.model_devices == 1:
-        return [()] * len(leaves)
-    return [partition(path, jnp.shape(x)[leading:]) for path, x in zip(leaf_paths(tree), leaves, strict=True)]
+def named_sharding(program: Program, spec: PartitionSpec = REPLICATED) -> NamedSharding:
+    """Returns the sharding `spec` over all of a program's devices."""
+    return NamedSharding(device_mesh(program.devices, program.model_devices), spec)
 
 
 def padded(program: Program, tree: Any, leading: int) -> Any:
@@ -36,16 +33,6 @@ def padded(program: Program, tree: Any, leading: int) -> Any:
         if not any(padding):
             return x
         return (np if isinstance(x, np.ndarray) else jnp).pad(x, [(0, zeros) for zeros in padding])
-
-    return _map_with_axes(pad, program, tree, leading)
-
-
-def padded_shapes(program: Program, tree: Any, leading: int) -> Any:
-    """Returns the shapes and dtypes that `padded` returns for arrays of the shapes and dtypes in `tree`."""
-
-    def pad(x: Any, axes: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
-        padding = _padding(program, x.shape, axes, leading)
-        return jax.ShapeDtypeStruct(tuple(map(sum, zip(x.shape, padding, strict=True))), x.dtype)
 
     return _map_with_axes(pad, program, tree, leading)
 
@@ -62,7 +49,7 @@ def unpadded(tree: Any, shapes: Any, leading: int = 1) -> Any:
 
 def lane_shardings(program: Program, tree: Any) -> Any:
     """Returns the sharding over all devices of each array `[L, ...]`."""
-    return _map_with_axes(lambda _, axes: _sharding(program, LANE_AXIS, *axes), program, tree, 1)
+    return _map_with_axes(lambda _, axes: named_sharding(program, PartitionSpec(LANE_AXIS, *axes)), program, tree, 1)
 
 
 def piece_shardings(program: Program, tree: Any, full: bool) -> Any:
@@ -74,14 +61,14 @@ def piece_shardings(program: Program, tree: Any, full: bool) -> Any:
 
     def sharding(x: Any, axes: tuple[str | None, ...]) -> NamedSharding:
         uneven = any(_padding(program, x.shape, axes, 1))
-        return _sharding(program, lanes, *(() if uneven else axes))
+        return named_sharding(program, PartitionSpec(lanes, *(() if uneven else axes)))
 
     return _map_with_axes(sharding, program, tree, 1)
 
 
 def data_shardings(program: Program, tree: Any) -> Any:
     """Returns the sharding over all devices of each array that all lanes read."""
-    return _map_with_axes(lambda _, axes: _sharding(program, *axes), program, tree, 0)
+    return _map_with_axes(lambda _, axes: named_sharding(program, PartitionSpec(*axes)), program, tree, 0)
 
 
 def group_shardings(program: Program, tree: Any, group: int) -> Any:
@@ -89,8 +76,8 @@ def group_shardings(program: Program, tree: Any, group: int) -> Any:
     devices = group_devices(program, group)
     if len(devices) == 1:
         return jax.tree.map(lambda _: SingleDeviceSharding(devices[0]), tree)
-    device_mesh = Mesh(np.array(devices), (MODEL_AXIS,))
-    return _map_with_axes(lambda _, axes: NamedSharding(device_mesh, PartitionSpec(None, *axes)), program, tree, 1)
+    mesh = Mesh(np.array(devices), (MODEL_AXIS,))
+    return _map_with_axes(lambda _, axes: NamedSharding(mesh, PartitionSpec(None, *axes)), program, tree, 1)
 
 
 def group_devices(program: Program, group: int) -> tuple[jax.Device, ...]:
@@ -147,10 +134,6 @@ def device_bytes(program: Program, lane: Any) -> int:
     return sum(jax.tree.leaves(_map_with_axes(leaf_bytes, program, lane, 0)))
 
 
-def _sharding(program: Program, *axes: str | None) -> NamedSharding:
-    return named_sharding(program.devices, PartitionSpec(*axes), program.model_devices)
-
-
 def _padding(program: Program, shape: tuple[int, ...], axes: tuple[str | None, ...], leading: int) -> list[int]:
     """Returns the number of zeros by which each axis is padded, so that split axes divide evenly."""
     constrain_tree = [False] * leading + [axis == MODEL_AXIS for axis in axes]
@@ -159,6 +142,8 @@ def _padding(program: Program, shape: tuple[int, ...], axes: tuple[str | None, .
 
 
 def _map_with_axes(function: Callable, program: Program, tree: Any, leading: int) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
-    results = [function(x, axes) for x, axes in zip(leaves, axes_of(program, tree, leading), strict=True)]
-    return jax.tree.unflatten(structure, results)
+    """Maps `function(leaf, axes)`; `axes` are the partition of the axes after the leading ones, () if not split."""
+    partition = program.learner.partition
+    if partition is None or program.model_devices == 1:
+        return jax.tree.map(lambda x: function(x, ()), tree)
+    return map_with_paths(lambda path, x: function(x, partition(path, jnp.shape(x)[leading:])), tree)

@@ -16,7 +16,7 @@ import jax
 import jaxlib
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Sharding
 
 from jaxaudit.core.batches import Batch
 from jaxaudit.core.grid import Grid, disturbance
@@ -35,6 +35,7 @@ from jaxaudit.core.program import (
     with_perturbations,
 )
 from jaxaudit.execution import device_layout
+from jaxaudit.execution.device_layout import named_sharding
 from jaxaudit.runtime import hosts
 from jaxaudit.runtime.machine import (
     CACHE_VARIABLE,
@@ -43,7 +44,7 @@ from jaxaudit.runtime.machine import (
     memory_map_share,
     release_memory,
 )
-from jaxaudit.runtime.sharding import LANES, REPLICATED, ROWS, map_over_devices, named_sharding
+from jaxaudit.runtime.sharding import LANES, REPLICATED, ROWS, map_over_devices
 
 COMPUTATION = re.compile(r"^%?(\S+) \(.*\) -> .* \{$")
 CALL = re.compile(r'kind=kCustom, calls=%?([^\s,]+).*"kind":"__ynn_fusion"')
@@ -296,36 +297,23 @@ class Engine:
         """Returns copies of a batch's states on the host, which can be kept while the states are trained on."""
         return [piece._replace(states=jax.tree.map(np.array, piece.states)) for piece in self.pieces(batch, states)]
 
-    def lane_shapes(self, batch: Batch) -> LaneState:
-        """Returns the shapes and dtypes of one lane's state in the pieces of a batch."""
-        return _lane_shapes(self.grid.program, batch.disturbed)
+    def lane_shapes(self, batch: Batch | None = None) -> LaneState:
+        """Returns the shapes and dtypes of one lane's state in the pieces of a batch; None means the baseline."""
+        return _lane_shapes(self.grid.program, batch is not None and batch.disturbed)
 
-    def lane_bytes(self, batch: Batch) -> int:
-        """Returns the size of one lane's state in bytes."""
+    def lane_bytes(self, batch: Batch | None = None) -> int:
+        """Returns the size of one lane's state in bytes; None means the baseline."""
         return _bytes(self.lane_shapes(batch))
 
-    def piece_bytes(self, batch: Batch) -> int:
-        """Returns the size of a batch's largest piece on the host in bytes."""
+    def piece_bytes(self, batch: Batch | None = None) -> int:
+        """Returns the size of a batch's largest piece on the host in bytes; None means the baseline with all seeds."""
         lane = self.lane_bytes(batch)
-        return min(_lanes_in_piece(lane), len(batch.seeds)) * lane
+        return min(_lanes_in_piece(lane), len(self.grid.seeds if batch is None else batch.seeds)) * lane
 
     def placed_bytes(self, batch: Batch) -> int:
         """Returns the size of one lane's state in bytes, summed over the devices that share it, with padding."""
         program = self.grid.program
         return program.model_devices * device_layout.device_bytes(program, self.lane_shapes(batch))
-
-    def onset_shapes(self) -> LaneState:
-        """Returns the shapes and dtypes of one lane's state in the pieces of the baseline."""
-        return _lane_shapes(self.grid.program, False)
-
-    def onset_lane_bytes(self) -> int:
-        """Returns the size of one lane's state of the baseline in bytes."""
-        return _bytes(self.onset_shapes())
-
-    def onset_piece_bytes(self) -> int:
-        """Returns the size of the largest piece of the baseline's states in bytes."""
-        lane = self.onset_lane_bytes()
-        return min(_lanes_in_piece(lane), len(self.grid.seeds)) * lane
 
     def advance(self, batch: Batch, states: LaneState, start: int, stop: int) -> tuple[LaneState, Telemetry]:
         """Trains a batch's lanes from step `start` to `stop`, at most `rows` steps. The `states` are donated.
@@ -384,7 +372,7 @@ class Engine:
 
     def _device_lanes(self, batch: Batch) -> Lanes:
         if self._latest is None or self._latest[0] is not batch:
-            self._latest = batch, jax.device_put(batch.lanes(self.grid), _lane_sharding(self.grid.program))
+            self._latest = batch, jax.device_put(batch.lanes(self.grid), named_sharding(self.grid.program, LANES))
         return self._latest[1]
 
     def _assemble(self, batch: Batch, pieces: Iterable[ProgramPiece], numbers: np.ndarray) -> LaneState:
@@ -436,14 +424,16 @@ def _compiled(program: Program, width: int, disturbed: bool, rows: int) -> Futur
         return device_layout.padded(program, states, 1), telemetry
 
     lane = Lanes(np.uint32(0), disturbance(control(0), program, program.steps) if disturbed else None)
-    step = _shape((), np.int32, _sharding(program))
+    step = _shape((), np.int32, named_sharding(program))
     arguments = (
         _data_arguments(program),
-        _with_shardings(device_layout.padded_shapes(program, shapes, 1), shardings),
-        jax.tree.map(lambda x: _shape((width, *np.shape(x)), np.asarray(x).dtype, _lane_sharding(program)), lane),
+        _with_shardings(_padded_shapes(program, shapes, 1), shardings),
+        jax.tree.map(
+            lambda x: _shape((width, *np.shape(x)), np.asarray(x).dtype, named_sharding(program, LANES)), lane
+        ),
     )
     # With several hosts, the process that writes the telemetry needs all of it.
-    results = (shardings, _sharding(program, REPLICATED if program.across_hosts else ROWS))
+    results = (shardings, named_sharding(program, REPLICATED if program.across_hosts else ROWS))
     # Unused data are kept as arguments, because they are on the devices and count in the memory of the program.
     jitted = jax.jit(train, donate_argnums=1, out_shardings=results, keep_unused=True)
     return compile_in_background(jitted.lower(*arguments, step, step))
@@ -458,7 +448,7 @@ def _initial(program: Program, width: int, disturbed: bool) -> Future[jax.stages
     def with_padding(data: Any, seeds: jax.Array) -> LaneState:
         return device_layout.padded(program, sharded(_unpad_data(program, data), seeds), 1)
 
-    seeds = _shape((width,), np.uint32, _lane_sharding(program))
+    seeds = _shape((width,), np.uint32, named_sharding(program, LANES))
     function = sharded if program.model_devices == 1 else with_padding
     jitted = jax.jit(function, out_shardings=_state_shardings(program, disturbed), keep_unused=True)
     return compile_in_background(jitted.lower(_data_arguments(program), seeds))
@@ -479,9 +469,11 @@ def _state_shapes(program: Program, lanes: int, disturbed: bool) -> LaneState:
 def _data_arguments(program: Program) -> Any:
     """Returns the shapes of the learner's padded data with their shardings."""
     shapes = program.learner.shapes.tree
-    return _with_shardings(
-        device_layout.padded_shapes(program, shapes, 0), device_layout.data_shardings(program, shapes)
-    )
+    return _with_shardings(_padded_shapes(program, shapes, 0), device_layout.data_shardings(program, shapes))
+
+
+def _padded_shapes(program: Program, shapes: Any, leading: int) -> Any:
+    return jax.eval_shape(functools.partial(device_layout.padded, program, leading=leading), shapes)
 
 
 def _unpad_data(program: Program, data: Any) -> Any:
@@ -560,14 +552,6 @@ def _shape(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.ShapeD
 
 def _with_shardings(shapes: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, sharding: _shape(x.shape, x.dtype, sharding), shapes, shardings)
-
-
-def _sharding(program: Program, spec: PartitionSpec = REPLICATED) -> NamedSharding:
-    return named_sharding(program.devices, spec, program.model_devices)
-
-
-def _lane_sharding(program: Program) -> NamedSharding:
-    return _sharding(program, LANES)
 
 
 def _state_shardings(program: Program, disturbed: bool) -> LaneState:

@@ -136,7 +136,7 @@ def _phases(engine: Engine, batch: Batch) -> Iterator[tuple[int, int]]:
     """Yields the bytes on the devices, and on the host besides, while a batch begins, is stored, and runs."""
     states = batch.width * engine.placed_bytes(batch)
     if batch.disturbed:
-        piece = engine.onset_piece_bytes()
+        piece = engine.piece_bytes()
         yield states + piece, piece
     else:
         yield engine.initial_bytes(batch), 0
@@ -150,7 +150,7 @@ def _resident_bytes(engine: Engine, resident: bool) -> int:
     if not resident:
         return LIBRARIES
     grid = engine.grid
-    onsets = len(grid.forks) * len(grid.seeds) * engine.onset_lane_bytes()
+    onsets = len(grid.forks) * len(grid.seeds) * engine.lane_bytes()
     values = sum(math.prod(shape) for shape in telemetry_shapes(grid.program).values())
     return onsets + 4 * values * len(grid.seeds) * len(grid.conditions) * grid.steps
 

@@ -6,9 +6,7 @@ import csv
 import io
 import json
 import math
-import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -302,7 +300,7 @@ def read_mlflow(path: Path) -> Records:
       UserError: There are no metric files, or a line is anything else.
     """
     folder = path / MLFLOW_FOLDER if (path / MLFLOW_FOLDER).is_dir() else path
-    files = sorted(_metric_files(folder))
+    files = sorted(file for file in folder.rglob("[!.]*") if file.is_file() and not file.is_symlink())
     if not files:
         raise UserError(f"{folder} has no metric files")
     rows: list[tuple[int, dict[str, Any]]] = []
@@ -316,11 +314,3 @@ def read_mlflow(path: Path) -> Records:
             if fields:
                 rows.append((number, {"step": fields[2], name: fields[1]}))
     return Records.from_rows("MLflow's folder of metrics", "line", rows)
-
-
-def _metric_files(folder: Path) -> Iterator[Path]:
-    for place, _, names in os.walk(folder, followlinks=False):
-        for name in names:
-            file = Path(place) / name
-            if file.is_file() and not file.is_symlink() and not name.startswith("."):
-                yield file

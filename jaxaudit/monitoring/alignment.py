@@ -316,13 +316,14 @@ def first_silence(
 def common_grid(clean: Sequence[NamedAttempt], channels: Sequence[str]) -> StepGrid:
     """Returns a grid of the steps that clean runs share, or of as many equal intervals as a run has steps if too few.
 
+    Args:
+      clean: the runs, with no other channels than these.
+      channels: the names of the channels.
+
     Raises:
       UserError: the runs have too many values.
     """
-    run_steps = [
-        run.attempt.steps if len(channels) == len(run.attempt.series) else _steps_of_channels(run, channels)
-        for run in clean
-    ]
+    run_steps = [run.attempt.steps for run in clean]
     all_steps, counts = np.unique(np.concatenate(run_steps), return_counts=True)
     shared = all_steps[counts >= max(1, len(clean) / 2)]
     median_length = int(np.median([len(steps) for steps in run_steps]))
@@ -336,10 +337,6 @@ def common_grid(clean: Sequence[NamedAttempt], channels: Sequence[str]) -> StepG
     if len(clean) * len(edges) * len(channels) > _MAX_CELLS:
         raise UserError(f"{len(clean)} clean runs of {len(edges)} steps and {len(channels)} channels are too many")
     return StepGrid(edges)
-
-
-def _steps_of_channels(run: NamedAttempt, channels: Sequence[str]) -> np.ndarray:
-    return Attempt(run.attempt.begins, {name: run.attempt.series[name] for name in channels}).steps
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ which scores a step inside a JAX program. Functions with an argument `xp` comput
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -173,16 +173,7 @@ class Ensemble(ParameterFree):
     @property
     def score_names(self) -> tuple[str, ...]:
         """The names of the S scores, in order."""
-        rates = {
-            "departure": self.departure,
-            "outlier": self.outlier,
-            "burst": (1.0,),
-            "surprise": self.surprise,
-            "spread_z": self.spread_z,
-            "spread_e": self.spread_e,
-            "spread_h": self.spread_h,
-            "dynamics": self.dynamics,
-        }
+        rates = {"departure": self.departure, "outlier": self.outlier, "burst": (1.0,)} | asdict(self)
         return tuple(f"{name}_{rate:g}" for name, chart_rates in rates.items() for rate in chart_rates)
 
     def empty_reference(self) -> EnsembleReference:

@@ -247,17 +247,12 @@ class LoggedRuns:
     values: np.ndarray
 
     @classmethod
-    def on_grid(
-        cls, runs: Sequence[NamedAttempt], channel_steps: Mapping[str, np.ndarray | None], grid: alignment.StepGrid
-    ) -> LoggedRuns:
-        """Returns runs on a grid, with each channel at the steps at which it is compared."""
-        rows = []
-        for run in runs:
-            series = [alignment.restrict_to_steps(run.series(name), steps) for name, steps in channel_steps.items()]
-            rows.append(np.stack([grid.average(values) for values in series], -1))
+    def on_grid(cls, runs: Sequence[NamedAttempt], channels: list[str], grid: alignment.StepGrid) -> LoggedRuns:
+        """Returns the channels of runs on a grid."""
+        rows = [np.stack([grid.average(run.series(name)) for name in channels], -1) for run in runs]
         with np.errstate(over="ignore"):
             values = np.stack(rows).astype(np.float32)
-        return cls([run.name for run in runs], grid.steps, list(channel_steps), values)
+        return cls([run.name for run in runs], grid.steps, channels, values)
 
 
 @dataclass(frozen=True)
@@ -331,8 +326,9 @@ class ScoredGroup:
           UserError: too many clean runs to calibrate on have values that are not finite.
         """
         names = list(group.channel_steps)
-        grid = alignment.common_grid([_restricted(run, group.channel_steps) for run in clean], names)
-        clean_runs, new_runs = (LoggedRuns.on_grid(runs, group.channel_steps, grid) for runs in (clean, group.runs))
+        restricted = [[_restricted(run, group.channel_steps) for run in runs] for runs in (clean, group.runs)]
+        grid = alignment.common_grid(restricted[0], names)
+        clean_runs, new_runs = (LoggedRuns.on_grid(runs, names, grid) for runs in restricted)
         fitted, calibrated = (clean_runs.values[indices] for indices in split)
         if not varying_channels(fitted).any():
             return None

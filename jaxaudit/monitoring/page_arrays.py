@@ -36,22 +36,23 @@ def projection_plane(clean: np.ndarray, others: np.ndarray) -> np.ndarray:
     return np.pad(directions, ((0, 0), (0, COMPONENTS - directions.shape[1])))
 
 
-def lane_quantiles(values: np.ndarray) -> np.ndarray:
-    """Returns QUANTILES over lanes, `[lanes, T, ...]` to float32 `[T, ..., quantile]`; NaN where no lane has a value.
+def lane_quantiles(values: np.ndarray, quantiles: Sequence[float] = QUANTILES) -> np.ndarray:
+    """Returns quantiles over lanes, `[lanes, T, ...]` to float64 `[T, ..., quantile]`; NaN where no lane has a value.
 
-    They are those of `numpy.nanquantile`, which is slower, but between equal infinite values they are infinite.
+    They are those of `numpy.nanquantile`, which is slower, but between equal infinite values they are infinite, and
+    between -inf and a finite value they are -inf.
     """
     ordered = np.sort(values.astype(np.float64), axis=0)  # NaN comes last.
     count = (~np.isnan(ordered)).sum(0)
-    positions = [quantile * np.maximum(count - 1, 0) for quantile in QUANTILES]
+    positions = [quantile * np.maximum(count - 1, 0) for quantile in quantiles]
     low, high = (
         np.take_along_axis(ordered, np.stack([rounded(position) for position in positions]).astype(int), axis=0)
         for rounded in (np.floor, np.ceil)
     )
     fraction = np.stack(positions) % 1
     with np.errstate(invalid="ignore"):
-        quantiles = np.where(low == high, low, low + fraction * (high - low))
-    return np.moveaxis(np.where(count > 0, quantiles, np.nan), 0, -1).astype(np.float32)
+        between = np.where(np.isneginf(low), low, low + fraction * (high - low))
+    return np.moveaxis(np.where(count > 0, np.where(low == high, low, between), np.nan), 0, -1)
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,8 @@ def monitored_arrays(groups: Sequence[ScoredGroup], largest: ScoredGroup) -> dic
             distance.append(axes.align(runs, group.new.distance[i]))
             values.append(axes.align(runs, runs.values[i]))
             latent.append(axes.align_steps(runs, projected[i]))
-    clean_latent = axes.align_steps(clean.runs, lane_quantiles(clean.scored.latent @ plane))
-    clean_values = axes.align(clean.runs, lane_quantiles(clean.runs.values))
+    clean_latent = axes.align_steps(clean.runs, lane_quantiles(clean.scored.latent @ plane).astype(np.float32))
+    clean_values = axes.align(clean.runs, lane_quantiles(clean.runs.values).astype(np.float32))
     return {
         "run": (("run",), np.array([name for group in groups for name in group.new.runs.names], object)),
         "step": (("step",), axes.steps),

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from jaxaudit.analysis.run_reader import CONTROL, Run
+from jaxaudit.monitoring.page_arrays import lane_quantiles
 from jaxaudit.report import style
 
 CONTROL_KEY = "c"
@@ -117,24 +118,12 @@ def median_and_band(values: np.ndarray, *, lost_is_worst: bool = False) -> tuple
       lost_is_worst: whether a lost seed counts as -inf rather than being left out. This is right for performance,
         where nothing worse can happen.
     """
-    finite = np.isfinite(values)
-    ordered = np.sort(np.where(finite, values, -np.inf if lost_is_worst else np.nan), axis=0)
-    count = np.full(ordered.shape[1], len(ordered)) if lost_is_worst else finite.sum(0)
-    tail = 0.0 if len(ordered) < 4 else 0.25
-    median, low, high = (_quantile(ordered, count, q) for q in (0.5, tail, 1 - tail))
-    if len(ordered) < 2:
+    tail = 0.0 if len(values) < 4 else 0.25
+    values = np.where(np.isfinite(values), values, -np.inf if lost_is_worst else np.nan)
+    median, low, high = np.moveaxis(lane_quantiles(values, (0.5, tail, 1 - tail)), -1, 0)
+    if len(values) < 2:
         low, high = np.full_like(median, np.nan), np.full_like(median, np.nan)
     return median, low, high
-
-
-def _quantile(ordered: np.ndarray, count: np.ndarray, q: float) -> np.ndarray:
-    """Returns the quantile of the first `count` sorted rows, interpolated linearly; -inf if it touches a -inf."""
-    position = q * np.maximum(count - 1, 0)
-    below, above = np.floor(position).astype(int), np.ceil(position).astype(int)
-    a, b = (np.take_along_axis(ordered, i[None], axis=0)[0] for i in (below, above))
-    with np.errstate(invalid="ignore"):
-        interpolated = np.where(below == above, a, a + (position - below) * (b - a))
-    return np.where(count == 0, np.nan, np.where(np.isneginf(a), -np.inf, interpolated))
 
 
 def select_steps(steps: np.ndarray, centre: int, radius: int, limit: int = 400) -> np.ndarray:
@@ -153,6 +142,12 @@ def _spaced_evenly(indices: np.ndarray, limit: int) -> np.ndarray:
     return indices[np.linspace(0, len(indices) - 1, limit).round().astype(int)]
 
 
+def line_rows(line: PlotLine, steps: np.ndarray, median: Any, low: Any = np.nan, high: Any = np.nan) -> pd.DataFrame:
+    """Returns a line in long form, with the columns step, key, label, median, low and high."""
+    columns = {"step": steps, "key": line.key, "label": line.label}
+    return pd.DataFrame({**columns, "median": median, "low": low, "high": high})
+
+
 def line_frame(
     run: Run, panel: Panel, values: np.ndarray, selected: np.ndarray, *, lost_is_worst: bool = False
 ) -> pd.DataFrame:
@@ -168,8 +163,6 @@ def line_frame(
       selected: the indices of the steps to draw.
       lost_is_worst: see `median_and_band`.
     """
-    if not panel.lines:
-        return pd.DataFrame(columns=["step", "key", "label", "median", "low", "high"])
     indices = [line.index for line in panel.lines]
     selected = selected[selected < run.computed[indices].max(initial=0)]
     block = values[:, indices][..., selected]
@@ -177,10 +170,8 @@ def line_frame(
     selected, block = selected[has_value], block[..., has_value]
     parts = []
     for position, line in enumerate(panel.lines):
-        median, low, high = median_and_band(block[:, position], lost_is_worst=lost_is_worst)
-        rows = pd.DataFrame({"step": run.step[selected], "median": median, "low": low, "high": high})
-        rows.insert(1, "key", line.key)
-        rows.insert(2, "label", line.label)
+        band = median_and_band(block[:, position], lost_is_worst=lost_is_worst)
+        rows = line_rows(line, run.step[selected], *band)
         parts.append(rows if line.key == CONTROL_KEY else rows[rows["step"] >= panel.onset - 1])
     return pd.concat(parts, ignore_index=True)
 

@@ -243,11 +243,8 @@ def _line_frame(
 ) -> pd.DataFrame:
     """Returns series `[run, T]` as `line_panels.line_frame` does, without bands."""
     step = score_figures.steps(data)[selected]
-    parts = [
-        pd.DataFrame({"step": step, "key": line.key, "label": line.label, "median": block[line.index, selected]})
-        for line in lines
-    ]
-    return pd.concat(parts, ignore_index=True).assign(low=np.nan, high=np.nan)
+    parts = [line_panels.line_rows(line, step, block[line.index, selected]) for line in lines]
+    return pd.concat(parts, ignore_index=True)
 
 
 def _score_figure(
@@ -384,13 +381,8 @@ def _values_figure(
         frame = _line_frame(data, block[:, channel], runs, selected)
         if clean is not None:
             low, median, high = clean[channel, selected].T
-            band = {
-                "step": score_figures.steps(data)[selected],
-                "key": line_panels.CONTROL_KEY,
-                "label": "clean runs",
-                "median": median,
-            }
-            frame = pd.concat([pd.DataFrame({**band, "low": low, "high": high}), frame], ignore_index=True)
+            band = line_panels.line_rows(lines[0], score_figures.steps(data)[selected], median, low, high)
+            frame = pd.concat([band, frame], ignore_index=True)
         if not np.isfinite(frame["median"]).any():
             continue
         frame, scale = line_panels.channel_scale(frame)
@@ -417,17 +409,13 @@ def _latent_figure(data: xr.Dataset, ranked: list[int], alarm_steps: dict[str, i
     panels = []
     for line, colour in zip(lines, reversed(style.ramp(len(lines))), strict=True):
         alarm = alarm_steps.get(line.label)
-        start = int(
-            np.searchsorted(score_figures.steps(data), score_figures.steps(data)[0] if alarm is None else alarm)
-        )
+        start = 0 if alarm is None else int(np.searchsorted(score_figures.steps(data), alarm))
         subtitle = "no alarm" if alarm is None else f"alarm at step {alarm}"
         panels.append(score_figures.LatentPanel([paths[line.index, :, :2]], start, colour, line.label, subtitle))
+    if not panels:
+        return None
     caption = (
         "Thin grey line: the run before its alarm. Coloured: from the alarm on, or the whole run if it has none. Ring: "
         "where the colour begins."
     )
-    return (
-        score_figures.latent_figure("latent", None if clean is None else clean[:, :2], panels, caption)
-        if panels
-        else None
-    )
+    return score_figures.latent_figure("latent", None if clean is None else clean[:, :2], panels, caption)

@@ -178,8 +178,6 @@ def _charts_around_onset(
 
 def collapse_map(run: Run, groups: Sequence[line_panels.Panel]) -> Figure | None:
     """Returns a map of perturbation by magnitude with the share of seeds that collapse; None if it is unknown."""
-    if not groups:
-        return None
     longest_title, most_cells = max(len(p.title) for p in groups), max(len(p.disturbed) for p in groups)
     min_width, has_room = min(MAX_MAP_WIDTH, CELL_WIDTH * most_cells), CELL_WIDTH * most_cells <= MAX_MAP_WIDTH
     charts = [

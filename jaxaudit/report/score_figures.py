@@ -311,8 +311,7 @@ def _frame_since_onset(
     low, median, high = block[line.index, selected].T
     if not is_clean:
         low, high = (np.where(since[selected] < 0, np.nan, end) for end in (low, high))
-    columns = {"step": since[selected], "key": line.key, "label": line.label}
-    return pd.DataFrame({**columns, "median": median, "low": low, "high": high})
+    return line_panels.line_rows(line, since[selected], median, low, high)
 
 
 def _with_scale(

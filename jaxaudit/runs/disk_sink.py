@@ -109,6 +109,6 @@ def onset_source(store: Folder, engine: Engine, onset: int) -> Source:
 def _load_onset(store: Folder, engine: Engine, onset: int, seeds: set[int]) -> Iterator[ProgramPiece]:
     try:
         for path in onset_paths(store, onset, seeds):
-            yield from checkpoint.load(path, engine.onset_shapes(), seeds)
+            yield from checkpoint.load(path, engine.lane_shapes(), seeds)
     except checkpoint.Damaged as damage:
         raise UserError(f"{damage}, so the lanes that start from it cannot be trained") from None

@@ -44,37 +44,6 @@ def performance_level(before: np.ndarray, window: int, cadence: Cadence | None =
     return np.where(count < 2, np.nan, mean), np.where(count < 2, np.nan, std)
 
 
-def count_collapsed(
-    grid: Grid,
-    batch: Batch,
-    rows: Telemetry,
-    start: int,
-    stop: int,
-    level: tuple[np.ndarray, np.ndarray] | None,
-) -> int | None:
-    """Returns how many lanes of a batch are two deviations below their level, or not finite, at the last measurement.
-
-    Args:
-      grid: the grid of the batch.
-      batch: the batch.
-      rows: the telemetry `[T, L, ...]` of the steps `start` to `stop`.
-      start: the first step.
-      stop: the step after the last.
-      level: the mean and standard deviation of each seed's performance before the onset; None for the baseline.
-
-    Returns:
-      The number of lanes; None for the baseline, and if performance was not measured in these steps.
-    """
-    every, sparse = grid.program.learner.cadence
-    latest = stop // every * every - 1
-    if level is None or latest < start:
-        return None
-    performance = np.asarray(rows[PERFORMANCE])[latest - start, : len(batch.seeds)]
-    mean, std = level[0][batch.seeds], level[1][batch.seeds]
-    not_finite = np.isinf(performance) if sparse else ~np.isfinite(performance)
-    return int(((performance < mean - 2 * std) | not_finite).sum())
-
-
 def count_chunks(grid: Grid, plan: Plan, size: int, trained: Mapping[int, int]) -> tuple[int, int]:
     """Returns how many chunks of a plan are done, and how many there are.
 
@@ -169,11 +138,24 @@ class ProgressReporter:
         """Updates the progress bar after a chunk with the telemetry `[T, L, ...]`."""
         if not batch.disturbed and start == batch.onset:
             self._report_remarks(batch, rows, stop - start)
-        if batch.disturbed and batch.onset not in self._levels:
+        self.progress.advance(batch, start, stop, self._count_collapsed(batch, rows, start, stop))
+
+    def _count_collapsed(self, batch: Batch, rows: Telemetry, start: int, stop: int) -> int | None:
+        """Counts the lanes that are two deviations below their level, or not finite, at the last measurement.
+
+        Returns None for the baseline, and if performance was not measured in these steps.
+        """
+        cadence = self._grid.program.learner.cadence
+        latest = stop // cadence.every * cadence.every - 1
+        if not batch.disturbed or latest < start:
+            return None
+        if batch.onset not in self._levels:
             before = self._store.read_channel("baseline_performance")[:, : batch.onset]
-            self._levels[batch.onset] = performance_level(before, self._window, self._grid.program.learner.cadence)
-        level = self._levels.get(batch.onset) if batch.disturbed else None
-        self.progress.advance(batch, start, stop, count_collapsed(self._grid, batch, rows, start, stop, level))
+            self._levels[batch.onset] = performance_level(before, self._window, cadence)
+        mean, std = (moment[batch.seeds] for moment in self._levels[batch.onset])
+        performance = np.asarray(rows[PERFORMANCE])[latest - start, : len(batch.seeds)]
+        not_finite = np.isinf(performance) if cadence.sparse else ~np.isfinite(performance)
+        return int(((performance < mean - 2 * std) | not_finite).sum())
 
     def _report_remarks(self, batch: Batch, rows: Telemetry, count: int) -> None:
         """Prints the learner's remarks on stderr and stores them in environment.json for the report."""

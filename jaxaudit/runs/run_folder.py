@@ -246,7 +246,7 @@ def check_space(grid: Grid, plan: Plan, engine: Engine, folder: Path) -> None:
     values = sum(math.prod(shape) for shape in telemetry_shapes(grid.program).values()) + len(DERIVED_CHANNELS)
     row_bytes = 4 * values
     telemetry = row_bytes * len(grid.seeds) * len(grid.conditions) * grid.steps
-    onsets = len(grid.forks) * len(grid.seeds) * engine.onset_lane_bytes()
+    onsets = len(grid.forks) * len(grid.seeds) * engine.lane_bytes()
     largest_batch = max(
         len(batch.seeds) * (3 * engine.lane_bytes(batch) + row_bytes * (batch.stop - batch.onset)) for batch in plan
     )

@@ -21,7 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxaudit.runtime.errors import TRACEBACK, Failed, UserError, error_from_exit_code, explain, interruptible
+from jaxaudit.runtime.errors import (
+    TRACEBACK,
+    Failed,
+    UserError,
+    error_from_exit_code,
+    explain,
+    interruptible,
+    interrupts_handled,
+)
 from jaxaudit.runtime.machine import claim_cores, collect_garbage_rarely, core_count, prepare_jax
 
 ENGINES = ("ray", "slurm", "local")
@@ -332,7 +340,7 @@ class SubmititBackend:
         self.result_timeout = RESULT_TIMEOUT_SECONDS[options.engine]
 
     def submit(self, function: str, arguments: dict[str, Any]) -> _SubmititJob:
-        with _interrupts_ignored():  # the process that is started ignores Ctrl-C from its beginning
+        with interrupts_handled(signal.SIG_IGN):  # the process that is started ignores Ctrl-C from its beginning
             job = self._executor.submit(_RequeuedCall(), function, arguments, self._options.cpus, os.getcwd())
         self._jobs.append(_SubmititJob(job, self))
         return self._jobs[-1]
@@ -362,20 +370,6 @@ class _RequeuedCall:
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self, *arguments)
-
-
-@contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    try:
-        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    except ValueError:  # only the main thread may set signal handlers
-        yield
-        return
-    try:
-        yield
-    finally:
-        if previous is not None:  # a handler that was not installed by Python cannot be restored
-            signal.signal(signal.SIGINT, previous)
 
 
 class _SubmititJob:

@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
@@ -120,6 +120,21 @@ def interrupt_handler(signum: int, frame: FrameType | None) -> None:
 
 
 @contextlib.contextmanager
+def interrupts_handled(handler: Any) -> Iterator[None]:
+    """Handles Ctrl-C by `handler` until the block ends; outside of the main thread nothing changes."""
+    try:
+        previous = signal.signal(signal.SIGINT, handler)
+    except ValueError:  # only the main thread may install signal handlers
+        yield
+        return
+    try:
+        yield
+    finally:
+        if previous is not None:  # a handler that was not installed by Python cannot be restored
+            signal.signal(signal.SIGINT, previous)
+
+
+@contextlib.contextmanager
 def stoppable() -> Iterator[Callable[[], bool]]:
     """Yields a function that returns whether Ctrl-C was pressed since; a second Ctrl-C raises KeyboardInterrupt."""
     received: list[int] = []
@@ -131,15 +146,8 @@ def stoppable() -> Iterator[Callable[[], bool]]:
         received.append(signum)
         os.write(2, STOP_NOTICE)  # print must not be re-entered from a signal handler
 
-    try:
-        previous = signal.signal(signal.SIGINT, handle)
-    except ValueError:  # only the main thread may install signal handlers
-        yield lambda: False
-        return
-    try:
+    with interrupts_handled(handle):
         yield lambda: bool(received)
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def interruptible(work: Callable[[], Result]) -> Result:

@@ -59,9 +59,7 @@ class Registry:
         return entry
 
     def __getitem__(self, name: str) -> Any:
-        self._load()
-        if name not in self._entries:
-            raise UnknownName(unknown_name_message(self.kind, name, list(self)))
+        check_name(self.kind, name, list(self))
         return self._entries[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -140,6 +138,5 @@ def register(kind: str, name: str) -> Callable[[Any], Any]:
     """Decorator that registers an entry of a kind, e.g. a learner: `@register("learner", "my_learner")`."""
     known = (tasks, task_kinds, dialogues, learners, perturbations, interventions, remedies, metrics)
     registries = {registry.kind: registry for registry in known}
-    if kind not in registries:
-        raise UnknownName(unknown_name_message("kind of entry", kind, list(registries)))
+    check_name("kind of entry", kind, registries)
     return registries[kind].register(name)

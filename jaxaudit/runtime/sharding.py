@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jaxlib.version
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 LANE_AXIS = "lanes"
 """The mesh axis along which lanes are divided."""
@@ -45,11 +45,6 @@ def device_mesh(devices: tuple[jax.Device, ...], model_devices: int = 1) -> Mesh
     if model_devices == 1:
         return Mesh(np.array(devices), (LANE_AXIS,))
     return Mesh(np.array(devices).reshape(-1, model_devices), (LANE_AXIS, MODEL_AXIS))
-
-
-def named_sharding(devices: tuple[jax.Device, ...], spec: PartitionSpec, model_devices: int = 1) -> NamedSharding:
-    """Returns the sharding `spec` on the mesh of `device_mesh(devices, model_devices)`."""
-    return NamedSharding(device_mesh(devices, model_devices), spec)
 
 
 def map_over_devices(
@@ -108,10 +103,14 @@ def _with_local_empty_arrays(
     return call
 
 
-def leaf_paths(tree: Any) -> list[str]:
-    """Returns each leaf's path; a leaf of a `Stack` has one for all layers, such as "h/layers/attention/kernel"."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+def map_with_paths(function: Callable[[str, Any], Any], tree: Any) -> Any:
+    """Returns the tree of `function(path, leaf)`.
+
+    A leaf of a `Stack` has one path for all layers, such as "h/layers/attention/kernel".
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: function(jax.tree_util.keystr(path, simple=True, separator="/"), x), tree
+    )
 
 
 def is_split() -> bool:
@@ -134,9 +133,8 @@ def constrain_tree(tree: Any, partition: Partition, leading: int = 0) -> Any:
     """
     if not is_split():
         return tree
-    leaves, structure = jax.tree.flatten(tree)
-    constrained = [
-        constrain(x, *(None,) * leading, *partition(path, x.shape[leading:])) if x.ndim > leading else x
-        for path, x in zip(leaf_paths(tree), leaves, strict=True)
-    ]
-    return jax.tree.unflatten(structure, constrained)
+
+    def constrain_leaf(path: str, x: Any) -> Any:
+        return constrain(x, *(None,) * leading, *partition(path, x.shape[leading:])) if x.ndim > leading else x
+
+    return map_with_paths(constrain_leaf, tree)

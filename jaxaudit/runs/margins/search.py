@@ -15,12 +15,12 @@ from jaxaudit.analysis.metrics import Cadence, MetricSettings, collapse_time
 from jaxaudit.analysis.results import has_trend
 from jaxaudit.core.batches import Batch, layout, padded_width
 from jaxaudit.core.channel_names import PERFORMANCE
-from jaxaudit.core.grid import Grid
+from jaxaudit.core.grid import Grid, plan
 from jaxaudit.core.learner import Learner, Telemetry
 from jaxaudit.core.perturbation import Chain, Perturbation, control
 from jaxaudit.core.program import Execution, LaneState
 from jaxaudit.execution import memory
-from jaxaudit.execution.autotune import tuned_grid
+from jaxaudit.execution.autotune import autotune_local
 from jaxaudit.execution.driver import MemorySink, chunk_size, run_batch
 from jaxaudit.execution.engine import Engine, Source
 from jaxaudit.runs.margins.bisection import CONTROL, Probe, SearchConfig, next_round
@@ -116,9 +116,18 @@ def margin(
     """
     margin_settings = MarginSettings(**search)
     chunk = chunk_size(steps)
-    grid, _ = tuned_grid(
-        learner, perturbations, seeds, steps, execution, devices, model_devices, matmul_precision, rows=chunk, tail=0
+    planned = plan(
+        learner,
+        perturbations,
+        seeds=seeds,
+        steps=steps,
+        execution=execution,
+        devices=devices,
+        model_devices=model_devices,
+        matmul_precision=matmul_precision,
+        tail=0,
     )
+    grid, _ = autotune_local(planned, chunk)
     config = configure_search(grid, perturbations, margin_settings)
     engine, batches, config = prepare_engine(grid, config, chunk, baseline=True)
     fork_point_of = train_baseline(engine, batches, settings or MetricSettings())
