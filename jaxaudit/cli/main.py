@@ -160,7 +160,7 @@ def _quickstart(arguments: argparse.Namespace) -> int:
         return 0
     from jaxaudit.spec.document import parse
 
-    return _start(lambda: parse(text, name), arguments, map_is_for_cpus=True)
+    return _start(parse(text, name), arguments, map_is_for_cpus=True)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -168,13 +168,11 @@ def _run(arguments: argparse.Namespace) -> int:
 
     if arguments.plan is not None:
         _check_run(arguments.plan)
-    return _start(lambda: load(arguments.spec), arguments, arguments.plan)
+    return _start(load(arguments.spec), arguments, arguments.plan)
 
 
-def _start(
-    read: Callable[[], Any], arguments: argparse.Namespace, plan: Path | None = None, map_is_for_cpus: bool = False
-) -> int:
-    spec, workers = read(), _workers(arguments, plan)
+def _start(spec: Any, arguments: argparse.Namespace, plan: Path | None = None, map_is_for_cpus: bool = False) -> int:
+    workers = _workers(arguments, plan)
     _prepare(workers, plan, arguments)
     from jaxaudit.runs import lifecycle
 

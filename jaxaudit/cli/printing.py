@@ -43,8 +43,7 @@ LINE_WIDTH = 110
 def tasks() -> list[str]:
     """Returns the kinds of task, each followed by the names that a spec can give with it."""
     lines = []
-    for name in registry.task_kinds:
-        kind = registry.task_kinds[name]
+    for name, kind in registry.task_kinds.items():
         lines += [f"{name}  {first_docstring_line(kind)}", *(f"  {line}" for line in align_columns(kind.listing()))]
     return lines
 
@@ -91,8 +90,7 @@ def remedies() -> list[str]:
     Which learners a remedy of another package fits is not known.
     """
     rows = [("name", "acts on", "strength", "neutral", "learners", "what it does")]
-    for name in registry.remedies:
-        kind = registry.remedies[name]
+    for name, kind in registry.remedies.items():
         neutral = "" if kind.neutral is None else f"{kind.neutral:g}"
         is_own = str(getattr(kind, "__module__", "")).startswith("jaxaudit.")
         learners_cell = REMEDY_LEARNERS.get(name, "all") if is_own else ""
@@ -126,7 +124,7 @@ def _perturbation_kinds(kinds: registry.Registry) -> list[str]:
 def metrics() -> list[str]:
     """Returns the metrics: those of Table S5, and then the registered ones."""
     functions = {name: getattr(metric_functions, name) for name in TABLE_S5}
-    functions |= {name: registry.metrics[name] for name in registry.metrics}
+    functions |= dict(registry.metrics.items())
     return align_columns([(name, first_docstring_line(function)) for name, function in functions.items()])
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -23,14 +23,19 @@ from jaxaudit.execution.grid_program import blank_telemetry, place
 CHUNKS_PER_RUN = 40
 
 
-class BatchSink(Protocol):
-    """Provides the first states of batches, and receives the states and telemetry of their training."""
+class BatchSink:
+    """Provides the first states of batches, and receives the states and telemetry of their training.
+
+    A subclass overrides what it needs: this class starts every batch at its onset and stores nothing.
+    """
 
     def source(self, onset: int) -> Source:
         """Returns the `Source` of the baseline's states at an onset."""
+        raise NotImplementedError
 
     def restored(self, engine: Engine, batch: Batch) -> tuple[int, LaneState] | None:
         """Returns the step up to which a batch has been trained and its states there; None if it has not started."""
+        return None
 
     def reached(self, engine: Engine, batch: Batch, states: LaneState, step: int) -> None:
         """Receives a batch's states at its onset and after every chunk; training donates them afterwards."""
@@ -79,8 +84,8 @@ def is_onset(grid: Grid, batch: Batch, step: int) -> bool:
     return not batch.disturbed and any(fork.onset == step for fork in grid.forks)
 
 
-class MemorySink:
-    """A `BatchSink` in memory, for the telemetry of the whole grid and the baseline's states at the onsets.
+class MemorySink(BatchSink):
+    """A sink in memory, for the telemetry of the whole grid and the baseline's states at the onsets.
 
     Attributes:
       arrays: the telemetry by channel, `[seed, condition, step, ...]`.
@@ -96,9 +101,6 @@ class MemorySink:
     def source(self, onset: int) -> Source:
         """Returns the baseline's states at an onset."""
         return lambda seeds: self._pieces[onset]
-
-    def restored(self, engine: Engine, batch: Batch) -> None:
-        """Returns None, since batches in memory are always trained from their onset."""
 
     def reached(self, engine: Engine, batch: Batch, states: LaneState, step: int) -> None:
         """Copies the baseline's states if the step is an onset."""

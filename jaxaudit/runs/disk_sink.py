@@ -11,7 +11,7 @@ from functools import partial
 from jaxaudit.core.batches import Batch
 from jaxaudit.core.learner import Telemetry
 from jaxaudit.core.program import LaneState
-from jaxaudit.execution.driver import is_onset
+from jaxaudit.execution.driver import BatchSink, is_onset
 from jaxaudit.execution.engine import Engine, ProgramPiece, Source
 from jaxaudit.runs import checkpoint
 from jaxaudit.runs.attempts import COMPLETE, BatchAttempt, BatchFolder, onset_paths
@@ -23,8 +23,8 @@ CHECKPOINT_TIME_SHARE = 0.05
 """The share of a run's time that writing checkpoints may take if the spec does not say how often to write them."""
 
 
-class FolderSink:
-    """A `jaxaudit.execution.driver.BatchSink` that stores what is trained in the run's folder.
+class FolderSink(BatchSink):
+    """A sink that stores what is trained in the run's folder.
 
     Attributes:
       store: the run.

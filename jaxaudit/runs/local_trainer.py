@@ -13,7 +13,7 @@ from jaxaudit.core.batches import Batch, Plan
 from jaxaudit.core.learner import Telemetry
 from jaxaudit.core.program import LaneState
 from jaxaudit.execution import memory
-from jaxaudit.execution.driver import is_onset, run_batch
+from jaxaudit.execution.driver import BatchSink, is_onset, run_batch
 from jaxaudit.execution.engine import Engine, Source
 from jaxaudit.runs import checkpoint
 from jaxaudit.runs.attempts import COMPLETE, STOPPED, BatchAttempt, BatchFolder
@@ -119,8 +119,8 @@ class _LeaderSink(FolderSink):
             raise Interrupted(self._progress.stop_message(self.store.path))
 
 
-class _FollowerSink:
-    """A `jaxaudit.execution.driver.BatchSink` that does what the leader broadcasts."""
+class _FollowerSink(BatchSink):
+    """A sink that does what the leader broadcasts."""
 
     attempt: BatchAttempt
 
@@ -144,9 +144,6 @@ class _FollowerSink:
             self.attempt.save(engine, states, step)
         if step > batch.onset and hosts.broadcast(False)[0]:
             raise Interrupted("")  # the leader prints how to continue
-
-    def rows(self, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
-        pass
 
 
 def _print_plan(engine: Engine, remaining: Plan, plan: Plan, trained: dict[int, int]) -> None:

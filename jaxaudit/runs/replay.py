@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -15,8 +14,8 @@ from jaxaudit.core.batches import Batch
 from jaxaudit.core.channel_names import PERFORMANCE
 from jaxaudit.core.learner import State, Telemetry
 from jaxaudit.core.program import LaneState
-from jaxaudit.execution.driver import chunk_size, run_batch
-from jaxaudit.execution.engine import Engine
+from jaxaudit.execution.driver import BatchSink, chunk_size, run_batch
+from jaxaudit.execution.engine import Engine, Source
 from jaxaudit.runs.disk_sink import onset_source
 from jaxaudit.runs.run_folder import Folder, differences
 from jaxaudit.runs.run_opening import open_finished
@@ -91,20 +90,14 @@ def replay(folder: Path, seed: int | None = None, condition: str | None = None) 
     return Replay(len(seeds) * len(columns), sink.steps, sink.deviations, tuple(changed))
 
 
-class _StoredOnsetSink:
-    """A `jaxaudit.execution.driver.BatchSink` whose batches start from a run's stored onsets and are not resumed."""
+class _StoredOnsetSink(BatchSink):
+    """A sink whose batches start from a run's stored onsets."""
 
     def __init__(self, store: Folder, engine: Engine):
-        self.source = partial(onset_source, store, engine)
+        self._store, self._engine = store, engine
 
-    def restored(self, engine: Engine, batch: Batch) -> None:
-        """Returns None, since batches are trained from their beginning."""
-
-    def reached(self, engine: Engine, batch: Batch, states: LaneState, step: int) -> None:
-        """Stores nothing, since a replay is never resumed from its states."""
-
-    def rows(self, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
-        """Ignores the telemetry, which a subclass compares."""
+    def source(self, onset: int) -> Source:
+        return onset_source(self._store, self._engine, onset)
 
 
 class _ComparisonSink(_StoredOnsetSink):
@@ -119,7 +112,7 @@ class _ComparisonSink(_StoredOnsetSink):
         super().__init__(store, engine)
         self.deviations: dict[str, float] = {}
         self.steps = 0
-        self._store, self._grid, self._seeds, self._columns = store, engine.grid, seeds, columns
+        self._grid, self._seeds, self._columns = engine.grid, seeds, columns
 
     def compared(self, batch: Batch) -> np.ndarray:
         """Returns which lanes of a batch are compared, bool `[L]`."""

@@ -10,7 +10,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Collection
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -95,7 +95,7 @@ class Folder:
         """Adds entries to environment.json and replaces those that exist."""
         write_text(self.environment, json.dumps(self.read_environment() | facts, indent=2) + "\n")
 
-    def locked(self) -> AbstractContextManager[None]:
+    def locked(self) -> ExitStack:
         """Locks the run for other processes until the block ends; raises UserError if another one has locked it."""
         return locked(self.path, f"the run in {self.path}")
 

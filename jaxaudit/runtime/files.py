@@ -86,7 +86,7 @@ def claimed(path: Path, *, is_leftover: Callable[[Path], bool] | None = None, hi
         raise UserError(f"{path} exists and is not a folder")
     missing = [p for p in (path.absolute(), *path.absolute().parents) if not os.path.exists(p)]
     try:
-        lock = _acquire_lock(path, f"the folder {path}", create=True)
+        lock = locked(path, f"the folder {path}", create=True)
     except OSError as error:
         _remove_empty(missing)
         raise UserError(f"cannot make the folder {path}: {error.strerror or error}") from None
@@ -140,24 +140,18 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-@contextmanager
-def locked(path: Path, description: str) -> Iterator[None]:
-    """Locks an existing folder until the block ends; the system releases the lock if the process is killed.
+def locked(path: Path, description: str, create: bool = False) -> ExitStack:
+    """Locks a folder until the returned context ends; the system releases the lock if the process is killed.
 
     Args:
       path: the folder.
       description: what the folder is, for the error message.
+      create: whether to create the folder if it does not exist.
 
     Raises:
       UserError: another process has locked it.
       OSError: the folder does not exist or is not writable.
     """
-    with _acquire_lock(path, description):
-        yield
-
-
-def _acquire_lock(path: Path, description: str, create: bool = False) -> ExitStack:
-    """Locks a folder, which is created if `create`; returns a stack whose `close` releases the lock."""
     lock_path = path / LOCK
     for attempt in range(MAX_TRIES):
         try:

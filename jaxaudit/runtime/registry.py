@@ -66,6 +66,10 @@ class Registry:
         self._load()
         return iter(sorted(self._entries))
 
+    def items(self) -> list[tuple[str, Any]]:
+        """Returns the names and their entries, in alphabetical order."""
+        return [(name, self[name]) for name in self]
+
     def __contains__(self, name: object) -> bool:
         self._load()
         return name in self._entries

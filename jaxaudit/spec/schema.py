@@ -354,7 +354,7 @@ def learner_schema() -> Schema:
 
 def remedies_schema() -> Schema:
     """Returns the schema of the tables [[remedy]]."""
-    kinds = {name: kind for name in registry.remedies if isinstance(kind := registry.remedies[name], RemedyKind)}
+    kinds = {name: kind for name, kind in registry.remedies.items() if isinstance(kind, RemedyKind)}
     meaning = "The remedy's strength; without it, the standard one."
     tables = {
         name: {
@@ -381,11 +381,8 @@ def _number(kind: Kind | RemedyKind) -> Schema:
 
 def perturbation_kinds() -> dict[str, Kind]:
     """Returns the kinds of perturbations and interventions that a spec can name."""
-    every = [*registry.perturbations, *registry.interventions]
-    kinds = {
-        name: registry.perturbations[name] if name in registry.perturbations else registry.interventions[name]
-        for name in every
-    }
+    kinds = dict(registry.perturbations.items())
+    kinds |= {name: kind for name, kind in registry.interventions.items() if name not in kinds}
     return {name: kind for name, kind in kinds.items() if isinstance(kind, Kind)}
 
 

@@ -77,10 +77,9 @@ class DimensionEntry:
 
     def candidates(self) -> list[PerturbationEntry]:
         """Returns all registered kinds of the dimension at their standard magnitudes."""
-        kinds = [registry.perturbations[name] for name in registry.perturbations]
         return [
             PerturbationEntry(kind(onset=self.onset, duration=self.duration), self.place)
-            for kind in kinds
+            for _, kind in registry.perturbations.items()
             if isinstance(kind, Kind) and kind.dimension == self.dimension
         ]
 

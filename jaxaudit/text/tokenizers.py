@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -205,39 +205,11 @@ def _train(documents: Sequence[bytes], vocabulary: int) -> Any:
 
 
 def read(folder: Path) -> BytePairs:
-    """Reads the byte-pair tokenizer of a folder.
+    """Reads the byte-pair tokenizer of a folder, from `vocab.json` and `merges.txt` if it has all three files.
 
     Raises:
       ValueError: The folder has no byte-level byte-pair tokenizer, or its files cannot be read.
     """
-    files = _read_files(folder)
-    largest = max(files.encoder.get_vocab().values())
-    if largest >= MAX_TOKENS:
-        raise ValueError(f"tokenizer {str(folder)!r} has token {largest}; tokens must be below {MAX_TOKENS}")
-    content = hashlib.sha256(b"".join(path.read_bytes() for path in files.paths)).hexdigest()
-    end_of_text = files.encoder.token_to_id(files.end_of_text)
-    suffix = "" if files.end_of_text == END_OF_TEXT else f" {files.end_of_text}"
-    return BytePairs(files.encoder, largest + 1, end_of_text, f"pairs {content}{suffix}", files.added)
-
-
-class TokenizerFiles(NamedTuple):
-    """The content of a folder with a byte-level byte-pair tokenizer.
-
-    Attributes:
-      encoder: The tokenizer of the package `tokenizers`.
-      end_of_text: The spelling of the end-of-text token.
-      added: The added tokens, which the vocabulary spells as text.
-      paths: The files whose hash, in this order, identifies the tokenizer.
-    """
-
-    encoder: Any
-    end_of_text: str
-    added: frozenset[str]
-    paths: tuple[Path, ...]
-
-
-def _read_files(folder: Path) -> TokenizerFiles:
-    """Reads the tokenizer of a folder, from `vocab.json` and `merges.txt` if it has all three files."""
     vocabulary_paths, path = tuple(folder / name for name in VOCABULARY_FILES), folder / TOKENIZER_FILE
     if all(part.is_file() for part in vocabulary_paths):
         return _read_vocabulary_files(folder, vocabulary_paths)
@@ -258,7 +230,7 @@ def _why_missing(folder: Path) -> str:
     return f"there is no file {folder / TOKENIZER_FILE}, and no {' and '.join(VOCABULARY_FILES)}"
 
 
-def _read_vocabulary_files(folder: Path, paths: tuple[Path, ...]) -> TokenizerFiles:
+def _read_vocabulary_files(folder: Path, paths: tuple[Path, ...]) -> BytePairs:
     from tokenizers import ByteLevelBPETokenizer
 
     for path in paths:
@@ -268,10 +240,10 @@ def _read_vocabulary_files(folder: Path, paths: tuple[Path, ...]) -> TokenizerFi
         encoder = ByteLevelBPETokenizer(*map(str, paths))
     except Exception as error:  # the library's own exceptions
         raise ValueError(f"tokenizer {str(folder)!r} cannot be read: {_shortened(error)}") from None
-    return TokenizerFiles(encoder, _end_of_text(folder, encoder, _config(folder)), frozenset(), paths)
+    return _byte_pairs(folder, encoder, _config(folder), paths)
 
 
-def _read_tokenizer_file(folder: Path, path: Path) -> TokenizerFiles:
+def _read_tokenizer_file(folder: Path, path: Path) -> BytePairs:
     """Reads `tokenizer.json`, of which only the parts that have been checked are handed to the library."""
     from tokenizers import Tokenizer as HuggingFaceTokenizer
 
@@ -290,7 +262,20 @@ def _read_tokenizer_file(folder: Path, path: Path) -> TokenizerFiles:
             raise ValueError(f"{path} is damaged: token {token['content'][:50]!r} cannot have the number {token['id']}")
     encoder.encode_special_tokens = True  # a special token that is spelled out in a document is encoded as text
     spellings = frozenset(token["content"] for token in added)
-    return TokenizerFiles(encoder, _end_of_text(folder, encoder, config), spellings, (path,))
+    return _byte_pairs(folder, encoder, config, (path,), spellings)
+
+
+def _byte_pairs(
+    folder: Path, encoder: Any, config: dict[str, Any], paths: Sequence[Path], added: frozenset[str] = frozenset()
+) -> BytePairs:
+    """Returns a tokenizer that is identified by the hash of its files `paths`, in this order."""
+    end_of_text = _end_of_text(folder, encoder, config)
+    largest = max(encoder.get_vocab().values())
+    if largest >= MAX_TOKENS:
+        raise ValueError(f"tokenizer {str(folder)!r} has token {largest}; tokens must be below {MAX_TOKENS}")
+    content = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+    suffix = "" if end_of_text == END_OF_TEXT else f" {end_of_text}"
+    return BytePairs(encoder, largest + 1, encoder.token_to_id(end_of_text), f"pairs {content}{suffix}", added)
 
 
 def _unsupported_parts(content: dict[str, Any], config: dict[str, Any]) -> Iterator[str]:

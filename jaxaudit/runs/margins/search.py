@@ -18,10 +18,10 @@ from jaxaudit.core.channel_names import PERFORMANCE
 from jaxaudit.core.grid import Grid, plan
 from jaxaudit.core.learner import Learner, Telemetry
 from jaxaudit.core.perturbation import Chain, Perturbation, control
-from jaxaudit.core.program import Execution, LaneState
+from jaxaudit.core.program import Execution
 from jaxaudit.execution import memory
 from jaxaudit.execution.autotune import autotune_local
-from jaxaudit.execution.driver import MemorySink, chunk_size, run_batch
+from jaxaudit.execution.driver import BatchSink, MemorySink, chunk_size, run_batch
 from jaxaudit.execution.engine import Engine, Source
 from jaxaudit.runs.margins.bisection import CONTROL, Probe, SearchConfig, next_round
 from jaxaudit.runs.margins.directions import directions
@@ -312,8 +312,8 @@ def train_pool(
         probe.collapse_time = float(time) + fork_point.onset - n_before
 
 
-class _PerformanceSink:
-    """A `BatchSink` that begins at a fork point and keeps the performance of each chunk, `[L, T]`."""
+class _PerformanceSink(BatchSink):
+    """A sink that begins at a fork point and keeps the performance of each chunk, `[L, T]`."""
 
     def __init__(self, fork_point: ForkPoint):
         self.chunks: list[np.ndarray] = []
@@ -321,12 +321,6 @@ class _PerformanceSink:
 
     def source(self, onset: int) -> Source:
         return self._fork_point.source
-
-    def restored(self, engine: Engine, batch: Batch) -> None:
-        return None
-
-    def reached(self, engine: Engine, batch: Batch, states: LaneState, step: int) -> None:
-        pass
 
     def rows(self, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
         self.chunks.append(np.asarray(rows[PERFORMANCE])[: stop - start, : len(batch.seeds)].T)
