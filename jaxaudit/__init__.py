@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from jaxaudit.runtime import machine
@@ -96,5 +95,4 @@ def __dir__() -> list[str]:
 
 
 def _perturbations() -> list[str]:
-    names = vars(importlib.import_module(f"{__name__}.perturbations"))
-    return [name for name, value in names.items() if not (name.startswith("_") or isinstance(value, ModuleType))]
+    return importlib.import_module(f"{__name__}.perturbations").__all__

@@ -58,7 +58,7 @@ def test_the_public_names_are_those_for_type_checkers():
     tree = ast.parse(Path(ja.__file__).read_text())
     type_checking = next(node for node in tree.body if isinstance(node, ast.If))
     names = {alias.name for node in type_checking.body for alias in node.names} - {"*"}
-    assert names | set(ja._perturbations()) == set(ja.__all__) == set(dir(ja))
+    assert names | set(ja.perturbations.__all__) == set(ja.__all__) == set(dir(ja))
     assert all(hasattr(ja, name) for name in ja.__all__)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +23,8 @@ from jaxaudit.perturbations import Kind
 from jaxaudit.runtime import registry
 from jaxaudit.runtime.errors import UserError
 from jaxaudit.runtime.registry import align_columns, first_docstring_line
-from jaxaudit.spec.schema import REQUIRED, Key, learner_keys
+from jaxaudit.spec.schema import REQUIRED, default_of
+from jaxaudit.spec.sections import learner_settings
 from jaxaudit.spec.tables import to_toml_value
 
 TABLE_S5 = (
@@ -53,12 +55,14 @@ def learners() -> list[str]:
     lines = []
     for name in registry.learners:
         lines.append(f"{name}  {first_docstring_line(registry.learners[name])}")
-        lines += align_columns([(f"  {key.name}", _default(key)) for key in learner_keys(name)])
+        fields = [f for f in dataclasses.fields(learner_settings(name)) if f.name != "telemetry"]
+        lines += align_columns([(f"  {f.name}", _default_text(f)) for f in fields])
     return lines
 
 
-def _default(key: Key) -> str:
-    return "(required)" if key.default is REQUIRED else to_toml_value(key.default)
+def _default_text(field: dataclasses.Field) -> str:
+    default = default_of(field)
+    return "(required)" if default is REQUIRED else to_toml_value(default)
 
 
 _DIALOGUES = "dialogues but dpo"

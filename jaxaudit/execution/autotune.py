@@ -23,7 +23,7 @@ FEW_LANES = 4
 
 
 def autotune_local(grid: Grid, rows: int, resident: bool = False) -> tuple[Grid, dict[str, float]]:
-    """Returns `autotune` of a grid of `audit` or `margin`. Raises ValueError for devices of several processes."""
+    """Returns `autotune(grid, rows, resident=resident)`; raises ValueError for devices of several processes."""
     if grid.program.across_hosts:
         raise ValueError(
             "audit() and margin() train in the memory of one process, on jax.local_devices(); to train on several "

@@ -1,80 +1,173 @@
 """The standard perturbations by stability dimension, and the functions that sweep, time and chain them."""
 
-from jaxaudit.core.perturbation import DIMENSIONS as DIMENSIONS
-from jaxaudit.core.perturbation import Chain as Chain
-from jaxaudit.core.perturbation import Condition as Condition
-from jaxaudit.core.perturbation import Kind as Kind
-from jaxaudit.core.perturbation import Perturbation as Perturbation
-from jaxaudit.core.perturbation import Sweep as Sweep
-from jaxaudit.core.perturbation import Window as Window
-from jaxaudit.core.perturbation import chain as chain
-from jaxaudit.core.perturbation import conditions as conditions
-from jaxaudit.core.perturbation import control as control
-from jaxaudit.core.perturbation import intervention as intervention
-from jaxaudit.core.perturbation import perturbation as perturbation
-from jaxaudit.core.perturbation import retime as retime
-from jaxaudit.core.perturbation import sweep as sweep
-from jaxaudit.core.perturbation import window as window
-from jaxaudit.perturbations.data import action_delayed as action_delayed
-from jaxaudit.perturbations.data import action_dropped as action_dropped
-from jaxaudit.perturbations.data import action_noise as action_noise
-from jaxaudit.perturbations.data import action_stuck as action_stuck
-from jaxaudit.perturbations.data import adversarial_observation as adversarial_observation
-from jaxaudit.perturbations.data import distribution_drift as distribution_drift
-from jaxaudit.perturbations.data import distribution_shift as distribution_shift
-from jaxaudit.perturbations.data import dynamics_drift as dynamics_drift
-from jaxaudit.perturbations.data import dynamics_shift as dynamics_shift
-from jaxaudit.perturbations.data import observation_delayed as observation_delayed
-from jaxaudit.perturbations.data import observation_dropped as observation_dropped
-from jaxaudit.perturbations.data import observation_noise as observation_noise
-from jaxaudit.perturbations.data import observation_stuck as observation_stuck
-from jaxaudit.perturbations.data import token_corruption as token_corruption
-from jaxaudit.perturbations.data import token_replacement as token_replacement
-from jaxaudit.perturbations.dialogues import difficulty_shift as difficulty_shift
-from jaxaudit.perturbations.dialogues import log_probability_noise as log_probability_noise
-from jaxaudit.perturbations.dialogues import prompt_corruption as prompt_corruption
-from jaxaudit.perturbations.dialogues import reference_drift as reference_drift
-from jaxaudit.perturbations.dialogues import reference_reset as reference_reset
-from jaxaudit.perturbations.dialogues import reward_model_drift as reward_model_drift
-from jaxaudit.perturbations.dialogues import reward_model_noise as reward_model_noise
-from jaxaudit.perturbations.dialogues import sampler_noise as sampler_noise
-from jaxaudit.perturbations.dialogues import sampler_quantize as sampler_quantize
-from jaxaudit.perturbations.dialogues import stale_policy as stale_policy
-from jaxaudit.perturbations.dialogues import sync_interval as sync_interval
-from jaxaudit.perturbations.dialogues import temperature_spike as temperature_spike
-from jaxaudit.perturbations.dialogues import tool_corruption as tool_corruption
-from jaxaudit.perturbations.dialogues import tool_error as tool_error
-from jaxaudit.perturbations.dialogues import tool_shift as tool_shift
-from jaxaudit.perturbations.dialogues import tool_timeout as tool_timeout
-from jaxaudit.perturbations.interventions import lower_learning_rate as lower_learning_rate
-from jaxaudit.perturbations.interventions import raise_entropy as raise_entropy
-from jaxaudit.perturbations.interventions import reset_moments as reset_moments
-from jaxaudit.perturbations.interventions import roll_back as roll_back
-from jaxaudit.perturbations.interventions import tighten_clip as tighten_clip
-from jaxaudit.perturbations.optimization import clip_failure as clip_failure
-from jaxaudit.perturbations.optimization import critic_reset as critic_reset
-from jaxaudit.perturbations.optimization import gradient_scale as gradient_scale
-from jaxaudit.perturbations.optimization import layer_reset as layer_reset
-from jaxaudit.perturbations.optimization import lr_schedule_error as lr_schedule_error
-from jaxaudit.perturbations.optimization import lr_spike as lr_spike
-from jaxaudit.perturbations.optimization import momentum_noise as momentum_noise
-from jaxaudit.perturbations.optimization import quantize as quantize
-from jaxaudit.perturbations.optimization import quantize_float as quantize_float
-from jaxaudit.perturbations.optimization import ratio_clip_failure as ratio_clip_failure
-from jaxaudit.perturbations.optimization import second_moment_drift as second_moment_drift
-from jaxaudit.perturbations.optimization import value_bias as value_bias
-from jaxaudit.perturbations.optimization import weight_noise as weight_noise
-from jaxaudit.perturbations.signal import advantage_noise as advantage_noise
-from jaxaudit.perturbations.signal import adversarial_reward as adversarial_reward
-from jaxaudit.perturbations.signal import gradient_mask as gradient_mask
-from jaxaudit.perturbations.signal import gradient_sign_flip as gradient_sign_flip
-from jaxaudit.perturbations.signal import kl_failure as kl_failure
-from jaxaudit.perturbations.signal import label_smoothing as label_smoothing
-from jaxaudit.perturbations.signal import length_bias as length_bias
-from jaxaudit.perturbations.signal import objective_scale as objective_scale
-from jaxaudit.perturbations.signal import reward_delay as reward_delay
-from jaxaudit.perturbations.signal import reward_flip as reward_flip
-from jaxaudit.perturbations.signal import reward_noise as reward_noise
-from jaxaudit.perturbations.signal import reward_scale as reward_scale
-from jaxaudit.perturbations.signal import signal_decay as signal_decay
-from jaxaudit.perturbations.signal import verifier_flip as verifier_flip
+from jaxaudit.core.perturbation import (
+    DIMENSIONS,
+    Chain,
+    Condition,
+    Kind,
+    Perturbation,
+    Sweep,
+    Window,
+    chain,
+    conditions,
+    control,
+    intervention,
+    perturbation,
+    retime,
+    sweep,
+    window,
+)
+from jaxaudit.perturbations.data import (
+    action_delayed,
+    action_dropped,
+    action_noise,
+    action_stuck,
+    adversarial_observation,
+    distribution_drift,
+    distribution_shift,
+    dynamics_drift,
+    dynamics_shift,
+    observation_delayed,
+    observation_dropped,
+    observation_noise,
+    observation_stuck,
+    token_corruption,
+    token_replacement,
+)
+from jaxaudit.perturbations.dialogues import (
+    difficulty_shift,
+    log_probability_noise,
+    prompt_corruption,
+    reference_drift,
+    reference_reset,
+    reward_model_drift,
+    reward_model_noise,
+    sampler_noise,
+    sampler_quantize,
+    stale_policy,
+    sync_interval,
+    temperature_spike,
+    tool_corruption,
+    tool_error,
+    tool_shift,
+    tool_timeout,
+)
+from jaxaudit.perturbations.interventions import (
+    lower_learning_rate,
+    raise_entropy,
+    reset_moments,
+    roll_back,
+    tighten_clip,
+)
+from jaxaudit.perturbations.optimization import (
+    clip_failure,
+    critic_reset,
+    gradient_scale,
+    layer_reset,
+    lr_schedule_error,
+    lr_spike,
+    momentum_noise,
+    quantize,
+    quantize_float,
+    ratio_clip_failure,
+    second_moment_drift,
+    value_bias,
+    weight_noise,
+)
+from jaxaudit.perturbations.signal import (
+    advantage_noise,
+    adversarial_reward,
+    gradient_mask,
+    gradient_sign_flip,
+    kl_failure,
+    label_smoothing,
+    length_bias,
+    objective_scale,
+    reward_delay,
+    reward_flip,
+    reward_noise,
+    reward_scale,
+    signal_decay,
+    verifier_flip,
+)
+
+__all__ = [
+    "DIMENSIONS",
+    "Chain",
+    "Condition",
+    "Kind",
+    "Perturbation",
+    "Sweep",
+    "Window",
+    "action_delayed",
+    "action_dropped",
+    "action_noise",
+    "action_stuck",
+    "advantage_noise",
+    "adversarial_observation",
+    "adversarial_reward",
+    "chain",
+    "clip_failure",
+    "conditions",
+    "control",
+    "critic_reset",
+    "difficulty_shift",
+    "distribution_drift",
+    "distribution_shift",
+    "dynamics_drift",
+    "dynamics_shift",
+    "gradient_mask",
+    "gradient_scale",
+    "gradient_sign_flip",
+    "intervention",
+    "kl_failure",
+    "label_smoothing",
+    "layer_reset",
+    "length_bias",
+    "log_probability_noise",
+    "lower_learning_rate",
+    "lr_schedule_error",
+    "lr_spike",
+    "momentum_noise",
+    "objective_scale",
+    "observation_delayed",
+    "observation_dropped",
+    "observation_noise",
+    "observation_stuck",
+    "perturbation",
+    "prompt_corruption",
+    "quantize",
+    "quantize_float",
+    "raise_entropy",
+    "ratio_clip_failure",
+    "reference_drift",
+    "reference_reset",
+    "reset_moments",
+    "retime",
+    "reward_delay",
+    "reward_flip",
+    "reward_model_drift",
+    "reward_model_noise",
+    "reward_noise",
+    "reward_scale",
+    "roll_back",
+    "sampler_noise",
+    "sampler_quantize",
+    "second_moment_drift",
+    "signal_decay",
+    "stale_policy",
+    "sweep",
+    "sync_interval",
+    "temperature_spike",
+    "tighten_clip",
+    "token_corruption",
+    "token_replacement",
+    "tool_corruption",
+    "tool_error",
+    "tool_shift",
+    "tool_timeout",
+    "value_bias",
+    "verifier_flip",
+    "weight_noise",
+    "window",
+]

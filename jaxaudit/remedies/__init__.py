@@ -1,38 +1,75 @@
 """Remedies: changes to how a learner trains that are meant to make its training more stable."""
 
-from jaxaudit.core.remedy import HOOKS as HOOKS
-from jaxaudit.core.remedy import ProposedUpdate as ProposedUpdate
-from jaxaudit.core.remedy import Remedy as Remedy
-from jaxaudit.core.remedy import RemedyKind as RemedyKind
-from jaxaudit.core.remedy import Trained as Trained
-from jaxaudit.core.remedy import remedy as remedy
-from jaxaudit.core.remedy import setting as setting
-from jaxaudit.remedies.objectives import adaptive_entropy as adaptive_entropy
-from jaxaudit.remedies.objectives import clip_cov as clip_cov
-from jaxaudit.remedies.objectives import clip_higher as clip_higher
-from jaxaudit.remedies.objectives import critic_layer_norm as critic_layer_norm
-from jaxaudit.remedies.objectives import decoupled_lambda as decoupled_lambda
-from jaxaudit.remedies.objectives import dual_clip as dual_clip
-from jaxaudit.remedies.objectives import kl_cov as kl_cov
-from jaxaudit.remedies.objectives import kl_in_both as kl_in_both
-from jaxaudit.remedies.objectives import kl_in_reward as kl_in_reward
-from jaxaudit.remedies.objectives import kl_off_policy as kl_off_policy
-from jaxaudit.remedies.objectives import length_adaptive_lambda as length_adaptive_lambda
-from jaxaudit.remedies.objectives import masked_importance as masked_importance
-from jaxaudit.remedies.objectives import sequence_mask as sequence_mask
-from jaxaudit.remedies.objectives import truncated_importance as truncated_importance
-from jaxaudit.remedies.objectives import value_pretraining as value_pretraining
-from jaxaudit.remedies.updates import adagc as adagc
-from jaxaudit.remedies.updates import adam_rel as adam_rel
-from jaxaudit.remedies.updates import equal_betas as equal_betas
-from jaxaudit.remedies.updates import l2_init as l2_init
-from jaxaudit.remedies.updates import learning_rate_scale as learning_rate_scale
-from jaxaudit.remedies.updates import learning_rate_warmup as learning_rate_warmup
-from jaxaudit.remedies.updates import nonfinite_skip as nonfinite_skip
-from jaxaudit.remedies.updates import periodic_reset as periodic_reset
-from jaxaudit.remedies.updates import six_sigma_skip as six_sigma_skip
-from jaxaudit.remedies.updates import spam as spam
-from jaxaudit.remedies.updates import stable_adamw as stable_adamw
-from jaxaudit.remedies.updates import target_kl_stop as target_kl_stop
-from jaxaudit.remedies.updates import weight_decay as weight_decay
-from jaxaudit.remedies.updates import zclip as zclip
+from jaxaudit.core.remedy import HOOKS, ProposedUpdate, Remedy, RemedyKind, Trained, remedy, setting
+from jaxaudit.remedies.objectives import (
+    adaptive_entropy,
+    clip_cov,
+    clip_higher,
+    critic_layer_norm,
+    decoupled_lambda,
+    dual_clip,
+    kl_cov,
+    kl_in_both,
+    kl_in_reward,
+    kl_off_policy,
+    length_adaptive_lambda,
+    masked_importance,
+    sequence_mask,
+    truncated_importance,
+    value_pretraining,
+)
+from jaxaudit.remedies.updates import (
+    adagc,
+    adam_rel,
+    equal_betas,
+    l2_init,
+    learning_rate_scale,
+    learning_rate_warmup,
+    nonfinite_skip,
+    periodic_reset,
+    six_sigma_skip,
+    spam,
+    stable_adamw,
+    target_kl_stop,
+    weight_decay,
+    zclip,
+)
+
+__all__ = [
+    "HOOKS",
+    "ProposedUpdate",
+    "Remedy",
+    "RemedyKind",
+    "Trained",
+    "adagc",
+    "adam_rel",
+    "adaptive_entropy",
+    "clip_cov",
+    "clip_higher",
+    "critic_layer_norm",
+    "decoupled_lambda",
+    "dual_clip",
+    "equal_betas",
+    "kl_cov",
+    "kl_in_both",
+    "kl_in_reward",
+    "kl_off_policy",
+    "l2_init",
+    "learning_rate_scale",
+    "learning_rate_warmup",
+    "length_adaptive_lambda",
+    "masked_importance",
+    "nonfinite_skip",
+    "periodic_reset",
+    "remedy",
+    "sequence_mask",
+    "setting",
+    "six_sigma_skip",
+    "spam",
+    "stable_adamw",
+    "target_kl_stop",
+    "truncated_importance",
+    "value_pretraining",
+    "weight_decay",
+    "zclip",
+]

@@ -59,7 +59,8 @@ class Registry:
         return entry
 
     def __getitem__(self, name: str) -> Any:
-        check_name(self.kind, name, list(self))
+        self._load()
+        check_name(self.kind, name, self._entries)
         return self._entries[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -68,7 +69,8 @@ class Registry:
 
     def items(self) -> list[tuple[str, Any]]:
         """Returns the names and their entries, in alphabetical order."""
-        return [(name, self[name]) for name in self]
+        self._load()
+        return sorted(self._entries.items())
 
     def __contains__(self, name: object) -> bool:
         self._load()

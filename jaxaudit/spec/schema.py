@@ -130,13 +130,14 @@ def keys_of(dataclass: type, leave_out: Iterable[str] = ()) -> list[Key]:
     annotations, texts = typing.get_type_hints(dataclass), meanings(dataclass)
     fields = {field.name: field for field in dataclasses.fields(dataclass)}
     return [
-        Key(name, annotations[name], texts.get(name, ""), _default(fields[name]))
+        Key(name, annotations[name], texts.get(name, ""), default_of(fields[name]))
         for name in field_names(dataclass)
         if name not in leave_out
     ]
 
 
-def _default(field: dataclasses.Field) -> Any:
+def default_of(field: dataclasses.Field) -> Any:
+    """Returns the default of a dataclass' field, or `REQUIRED`."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return REQUIRED if field.default is dataclasses.MISSING else field.default

@@ -9,10 +9,12 @@ import pytest
 
 from jaxaudit import learners
 from jaxaudit.core.learner import Learner
+from jaxaudit.dialogues.hop import Hop
 from jaxaudit.dialogues.protocol import END, POLICY, PROMPT, TOOL
 from jaxaudit.learners.dialogue.rollout import Rows
+from jaxaudit.learners.dialogue.settings import DialogueSettings
 from jaxaudit.learners.dialogue.telemetry import policy, rewards, token_statistics
-from jaxaudit.learners.dialogue.telemetry.channels import TABLE, RunDimensions, channels
+from jaxaudit.learners.dialogue.telemetry.channels import TABLE, RunDimensions, channels, run_features
 from jaxaudit.learners.dialogue.telemetry.token_statistics import Bigrams
 
 PROMPTS, MEMBERS, SLOTS = 5, 4, 24
@@ -420,7 +422,19 @@ def test_bigram_probabilities_of_results_use_add_one_smoothing():
 
 
 DIMENSIONS = RunDimensions(group_size=MEMBERS, slots=SLOTS, parts=("a", "b"), layers=("wte", "h/0"), every=5)
-FEATURES = {entry.needs for entry in TABLE.values()} - {""}
+FEATURE_NAMES = """
+changes correction critic demonstrations kl_loss mismatch pairs parts ratios reference reward_model sources tools
+"""
+FEATURES = set(FEATURE_NAMES.split())
+
+
+def test_each_feature_occurs_in_some_run():
+    runs = [
+        DialogueSettings(objective="preference"),
+        DialogueSettings(correction="tis", kl="k3"),
+        DialogueSettings(advantage="gae", reward="learned"),
+    ]
+    assert set().union(*(run_features(Hop(), settings, has_parts=True) for settings in runs)) == FEATURES
 
 
 def test_the_channel_table_lists_exactly_the_computed_statistics():

@@ -11,9 +11,8 @@ import jaxaudit as ja
 from jaxaudit.core.taps import Taps
 from jaxaudit.learners.rl.on_policy import Moments
 from jaxaudit.learners.rl.ppo import PPO, PPOSettings
-from jaxaudit.learners.rl.telemetry import when_due
+from jaxaudit.learners.rl.telemetry import episode_telemetry
 from jaxaudit.learners.rl.trpo import TRPO, TRPOSettings
-from jaxaudit.tasks.episodes import evaluate
 
 SMALL = UNNORMALIZED_SETTINGS | {"hidden": (16,)}
 AGENTS = {
@@ -118,11 +117,15 @@ def test_td_errors_in_a_sites_context_are_in_the_tasks_units():
 
 @pytest.mark.parametrize(("steps", "times"), [(29, 10), (489, 10), (7, 20), (10, 1), (12, 4)])
 def test_evaluations_are_evenly_spaced_and_end_with_the_last_step(steps, times):
-    probe = ProbeTask(lambda a: a, True)
+    settings = PPOSettings(**(SMALL | {"evaluations": times, "evaluation_episodes": 2}))
+    agent = PPO(ProbeTask(lambda a: a, True), 3, settings)
+    state = agent.init(jax.random.key(1))
+
+    def policy(observation):
+        return jnp.full((2, 1), 0.5)
 
     def step(_, t):
-        policy = lambda observation: jnp.full((2, 1), 0.5)  # noqa: E731
-        return None, when_due(Taps(t, steps), times, lambda: jnp.mean(evaluate(probe, policy, jax.random.key(0), 2, 3)))
+        return None, episode_telemetry(agent, state, policy, jax.random.key(0), Taps(t, steps))["evaluation_return"]
 
     _, returns = jax.jit(lambda: jax.lax.scan(step, None, jnp.arange(steps)))()
     due = np.flatnonzero(np.isfinite(returns))

@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +38,8 @@ def check_reading(path: Path) -> None:
     runs = [NamedAttempt(run.name, run.latest) for run in log.runs]
     with contextlib.suppress(UserError):
         channels, _ = select_channels(runs, None)
+        selected = [{name: run.attempt.series[name] for name in channels} for run in runs]
+        runs = [replace(run, attempt=replace(run.attempt, series=s)) for run, s in zip(runs, selected, strict=True)]
         grid = common_grid(runs, channels)
         assert all(len(grid.average(run.series(name))) == len(grid.steps) for run in runs for name in channels)
 

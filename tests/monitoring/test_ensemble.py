@@ -285,7 +285,7 @@ def test_a_nearly_constant_statistic_has_a_minimal_spread():
 def test_quantiles_over_lanes_equal_numpy():
     values = np.random.default_rng(0).normal(size=(7, 30, 3))
     values[2, 5:9], values[:4, 12], values[:, 20] = np.nan, np.nan, np.nan
-    values[0, 25] = np.inf
+    values[0, 25], values[0, 26] = np.inf, -np.inf
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = np.moveaxis(np.nanquantile(values, QUANTILES, axis=0), 0, -1)
@@ -293,4 +293,5 @@ def test_quantiles_over_lanes_equal_numpy():
     finite = np.isfinite(expected)
     np.testing.assert_allclose(quantiles[finite], expected[finite], rtol=1e-6)
     assert np.isnan(quantiles[20]).all()
+    assert np.isneginf(quantiles[26]).any(axis=-1).all()
     assert not np.isnan(np.delete(quantiles, 20, 0)).any()

@@ -78,12 +78,14 @@ class ObjectiveConfig:
     """The structural choices of the objective, which decide what is compiled; its numbers are `Coefficients`.
 
     Attributes:
-      objective: "policy", or "preference" (DPO), which reads none of the other choices but the reference.
+      objective: "policy", or "preference" (DPO), which reads none of the other choices.
       advantage: advantage estimator: "gae" (which trains a critic), "group", "group_mean" or "leave_one_out".
       whiten: whether token advantages are scaled to mean 0, variance 1 over an iteration's response tokens.
       ratio: probability ratio: "token", "sequence_mean" or "sequence_sum".
       correction: importance weights for a sampler that differs from the trainer: "none", "tis" or "mis".
-      correction_level: what has an importance weight: "token", "sequence", or for mis "geometric".
+      correction_level: what an importance weight belongs to: a "token"; a "sequence", as the product over its tokens;
+        or for mis "geometric", a token of a row whose geometric mean is within the bounds, which does not reject rows
+        for being long.
       aggregation: "token_minibatch", "token_iteration", "sequence" or "constant".
       kl: estimator of KL(policy || reference), "k1", "k2", "k3" or "exact"; "none" for no KL term.
       kl_in: where the KL is subtracted or added: "loss", "reward" or "both".

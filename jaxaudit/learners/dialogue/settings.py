@@ -214,9 +214,8 @@ class DialogueSettings:
         checks.fractions(self, "warm_start_success", "warm_start_right", "learning_rate_final", "curriculum")
         checks.below_one(self, "beta1", "beta2", "learning_rate_warmup")
         checks.telemetry(self.telemetry)
-        checks.one_of(
-            self, size=tuple(gpt2.SIZES), precision=("float32", "bfloat16"), learning_rate_decay=tuple(DECAYS)
-        )
+        checks.one_of(self, size=tuple(gpt2.SIZES), precision=("float32", "bfloat16"))
+        checks.one_of(self, old_log_probability=("recomputed", "sampled"), learning_rate_decay=tuple(DECAYS))
         if self.reward not in REWARDS:
             raise ValueError(
                 f"reward must be {' or '.join(map(repr, REWARDS))}, not {self.reward!r}: to write a reward in Python, "

@@ -57,6 +57,7 @@ def below_one(settings: Any, *names: str) -> None:
 
 
 def check_each(settings: Any, names: tuple[str, ...], allowed: Callable[[Any], bool], requirement: str) -> None:
+    """Raises ValueError, "NAME must REQUIREMENT, not VALUE", for the first field whose value is not allowed."""
     for name in names:
         value = getattr(settings, name)
         if not allowed(value):

@@ -1,4 +1,4 @@
-"""Measurements that several learners report: gradient coherence x_grad, and evaluations at equal intervals of a run."""
+"""Measurements that several learners report: gradient coherence, episodes, and evaluations at equal intervals."""
 
 from __future__ import annotations
 

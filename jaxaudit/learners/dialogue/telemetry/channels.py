@@ -252,10 +252,7 @@ def run_channels(dialogue: Dialogue, settings: DialogueSettings, policy: Network
 def run_features(dialogue: Dialogue, settings: DialogueSettings, has_parts: bool) -> list[str]:
     """Returns the features of a run that some channels depend on.
 
-    They are: tools; parts of the reward; a reference policy; probability ratios; importance weights that correct them;
-    a critic; a critic with demonstrations to test it on; a learned reward model; preference pairs (DPO);
-    log-probabilities both sampled and recomputed; ratios of a dialogue with tools; a KL to the reference in the loss;
-    and a dialogue that can change its prompts. `has_parts` says whether the reward has parts beside gold.
+    `has_parts` says whether the reward has parts beside gold.
     """
     config, has_ratios = settings.objective_config, settings.objective == "policy"
     features = {
@@ -263,15 +260,15 @@ def run_features(dialogue: Dialogue, settings: DialogueSettings, has_parts: bool
         "parts": has_parts,
         "reference": config.needs_reference or settings.telemetry == "full",
         "ratios": has_ratios,
-        "correction": has_ratios and config.correction != "none",
+        "correction": has_ratios and config.correction != "none",  # of ratios, by importance weights
         "critic": config.critic,
-        "demonstrations": config.critic and has_demonstrations(dialogue),
+        "demonstrations": config.critic and has_demonstrations(dialogue),  # on which the critic is tested
         "reward_model": settings.reward == "learned",
-        "pairs": not has_ratios,
-        "mismatch": has_ratios or settings.online,
-        "sources": has_ratios and bool(dialogue.result_tokens),
+        "pairs": not has_ratios,  # of DPO
+        "mismatch": has_ratios or settings.online,  # of sampled and recomputed log-probabilities
+        "sources": has_ratios and bool(dialogue.result_tokens),  # of the tokens before a ratio
         "kl_loss": has_ratios and config.kl_in_loss,
-        "changes": has_changes(dialogue),
+        "changes": has_changes(dialogue),  # of prompts
     }
     return [name for name, present in features.items() if present]
 
