@@ -119,7 +119,7 @@ def test_td_errors_in_a_sites_context_are_in_the_tasks_units():
 def test_evaluations_are_evenly_spaced_and_end_with_the_last_step(steps, times):
     settings = PPOSettings(**(SMALL | {"evaluations": times, "evaluation_episodes": 2}))
     agent = PPO(ProbeTask(lambda a: a, True), 3, settings)
-    state = agent.init(jax.random.key(1))
+    state = jax.jit(agent.init)(jax.random.key(1))
 
     def policy(observation):
         return jnp.full((2, 1), 0.5)
