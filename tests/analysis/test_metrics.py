@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import xarray as xr
 from scipy import stats
 
 from jaxaudit.analysis import metrics
-from jaxaudit.analysis.results import has_trend
+from jaxaudit.analysis.results import has_trend, onsets_in_trend
 
 STEPS, WINDOW, HOLD = 240, 20, 30
 SETTINGS = metrics.MetricSettings(window=WINDOW, hold=HOLD, horizon=60)
@@ -425,3 +426,11 @@ def test_a_trend_is_a_line_that_explains_half_of_the_variance_of_most_seeds(perf
 def test_only_the_last_window_decides_whether_performance_rises(onset, rising):
     performance = np.minimum(np.arange(30), 20) + np.random.default_rng(0).normal(0, 0.1, (3, 30))
     assert has_trend(performance[:, :onset], 10) is rising
+
+
+def test_each_onset_is_judged_by_the_steps_before_it():
+    performance = np.minimum(np.arange(60), 20) + np.random.default_rng(0).normal(0, 0.1, (3, 60))
+    lanes = np.repeat(performance[:, None], 4, axis=1)
+    onsets = ("condition", [50, 20, 50, 25])
+    data = xr.Dataset({"performance": (("seed", "condition", "step"), lanes)}, {"onset": onsets})
+    assert onsets_in_trend(data, 10) == [20, 25]
