@@ -11,7 +11,7 @@ import jaxaudit as ja
 from jaxaudit.core.taps import Taps
 from jaxaudit.learners.rl.on_policy import Moments
 from jaxaudit.learners.rl.ppo import PPO, PPOSettings
-from jaxaudit.learners.rl.telemetry import episode_telemetry
+from jaxaudit.learners.rl.telemetry import episode_telemetry, when_due
 from jaxaudit.learners.rl.trpo import TRPO, TRPOSettings
 
 SMALL = UNNORMALIZED_SETTINGS | {"hidden": (16,)}
@@ -116,8 +116,17 @@ def test_td_errors_in_a_sites_context_are_in_the_tasks_units():
 
 
 @pytest.mark.parametrize(("steps", "times"), [(29, 10), (489, 10), (7, 20), (10, 1), (12, 4)])
-def test_evaluations_are_evenly_spaced_and_end_with_the_last_step(steps, times):
-    settings = PPOSettings(**(SMALL | {"evaluations": times, "evaluation_episodes": 2}))
+def test_measurements_are_evenly_spaced_and_end_with_the_last_step(steps, times):
+    measured = jax.jit(jax.vmap(lambda t: when_due(Taps(t, steps), times, lambda: jnp.float32(0.5))))(jnp.arange(steps))
+    due = np.flatnonzero(np.isfinite(measured))
+    assert len(due) == min(steps, times)
+    assert due[-1] == steps - 1
+    assert np.ptp(np.diff(due, prepend=-1)) <= 1
+    np.testing.assert_array_equal(np.asarray(measured)[due], 0.5)
+
+
+def test_a_policy_is_evaluated_when_due():
+    settings = PPOSettings(**(SMALL | {"evaluations": 4, "evaluation_episodes": 2}))
     agent = PPO(ProbeTask(lambda a: a, True), 3, settings)
     state = jax.jit(agent.init)(jax.random.key(1))
 
@@ -125,14 +134,10 @@ def test_evaluations_are_evenly_spaced_and_end_with_the_last_step(steps, times):
         return jnp.full((2, 1), 0.5)
 
     def step(_, t):
-        return None, episode_telemetry(agent, state, policy, jax.random.key(0), Taps(t, steps))["evaluation_return"]
+        return None, episode_telemetry(agent, state, policy, jax.random.key(0), Taps(t, 12))["evaluation_return"]
 
-    _, returns = jax.jit(lambda: jax.lax.scan(step, None, jnp.arange(steps)))()
-    due = np.flatnonzero(np.isfinite(returns))
-    assert len(due) == min(steps, times)
-    assert due[-1] == steps - 1
-    assert np.ptp(np.diff(due, prepend=-1)) <= 1
-    np.testing.assert_array_equal(np.asarray(returns)[due], 0.5)
+    _, returns = jax.jit(lambda: jax.lax.scan(step, None, jnp.arange(12)))()
+    np.testing.assert_array_equal(returns, [np.nan, np.nan, 0.5] * 4)
 
 
 def test_a_pool_of_expensive_resets_is_renewed_every_iteration():
