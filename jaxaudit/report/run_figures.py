@@ -196,6 +196,7 @@ def collapse_map(run: Run, groups: Sequence[line_panels.Panel]) -> Figure | None
         min_width=max(min_width, min(300, max_width)),
         max_width=max_width,
         gutter=gutter,
+        has_cells=True,
     )
     return Figure("collapse_map", "", chart, _map_caption(run, groups, has_room))
 

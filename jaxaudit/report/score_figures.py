@@ -361,7 +361,8 @@ def detection_map(table: pd.DataFrame, monitor: str, detectors: list[str], file:
     chart: Any = alt.layer(rectangle.encode(color=colour, tooltip=tooltip), text, data=style.inline_csv(cells))
     chart = chart.properties(width=120 * len(columns), height=alt.Step(28))
     gutter = round(min(300, 7 * cells["condition"].str.len().max())) + 20
-    finished = style.finish([chart], 1, shared=True, min_width=260, max_width=150 * len(columns), gutter=gutter)
+    least, most = (40 if is_wide else 112) * len(columns), 150 * len(columns)
+    finished = style.finish([chart], 1, shared=True, min_width=least, max_width=most, gutter=gutter, has_cells=True)
     caption = (
         "The share of lanes with an alarm at or after the onset; in the first row, the share of clean lanes with a "
         "false alarm."

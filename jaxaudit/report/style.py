@@ -105,7 +105,14 @@ def slug(text: str) -> str:
 
 
 def finish(
-    panels: list[Any], columns: int, *, shared: bool, min_width: int, max_width: int, gutter: int
+    panels: list[Any],
+    columns: int,
+    *,
+    shared: bool,
+    min_width: int,
+    max_width: int,
+    gutter: int,
+    has_cells: bool = False,
 ) -> alt.ConcatChart:
     """Returns panels side by side in one chart; its `usermeta` tells the page's script how wide a panel may become.
 
@@ -113,9 +120,12 @@ def finish(
       panels: the charts to place side by side.
       columns: the most panels in a row of the static figure.
       shared: whether all panels share one colour legend; otherwise each has its own.
-      min_width: the least width of a panel, in pixels.
+      min_width: the least width of a panel, in pixels, for which a row has fewer panels. On a narrower page a panel
+        shrinks further.
       max_width: the largest width of a panel, in pixels.
       gutter: the pixels that a panel needs beside its width, for its axis and the space to the next panel.
+      has_cells: whether panels have cells with text, which would overlap in less than `min_width`; a narrower page
+        scrolls them.
     """
     rows = -(-len(panels) // columns)
     columns = -(-len(panels) // rows)
@@ -126,7 +136,8 @@ def finish(
     resolve: Any = "shared" if shared else "independent"
     scales = alt.ScaleResolveMap(color=resolve, x="independent", y="independent")
     chart.resolve = alt.Resolve(scale=scales, legend=alt.LegendResolveMap(color=resolve))
-    chart.usermeta = {"panel": {"least": min_width, "most": max_width, "gutter": gutter, "columns": columns}}
+    widths = {"least": min_width, "most": max_width, "floor": min_width if has_cells else 140}
+    chart.usermeta = {"panel": {**widths, "gutter": gutter, "columns": columns}}
     chart.config = alt.Config(**CONFIG)
     return chart
 

@@ -586,3 +586,12 @@ def test_a_folder_of_neither_kind_is_refused(tmp_path):
         "there is nothing to report"
     )
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("count", "width"), [(4, 110), (12, 30)])
+def test_titles_of_the_maps_columns_do_not_overlap_on_a_narrow_page(count, width):
+    """Horizontal titles take 110 pixels, and tilted ones 30."""
+    names = [f"deviation of channel {number}" for number in range(count)]
+    table = pd.DataFrame({"condition": ["clean", "lr_spike 30"], **dict.fromkeys(names, 0.5)})
+    layout = score_figures.detection_map(table, names[0], names, "map").spec["usermeta"]["panel"]
+    assert layout["floor"] / count >= width

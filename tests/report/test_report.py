@@ -415,6 +415,7 @@ def test_cells_show_intervals_only_if_they_are_wide_enough(count, side_by_side, 
     spec = collapse_map(run, line_panels.panels(run)).spec
     layout = spec["usermeta"]["panel"]
     assert layout["columns"] == side_by_side
+    assert layout["floor"] == layout["least"], "a narrow page scrolls the map"
     for panel in spec["concat"]:
         texts = [layer["encoding"]["text"]["field"] for layer in panel["layer"] if "text" in layer["encoding"]]
         assert ("interval" in texts) is intervals
