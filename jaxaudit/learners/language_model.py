@@ -111,7 +111,8 @@ class LanguageModelSettings:
         checks.fractions(self, "warmup", "final_rate")
         checks.below_one(self, "beta1", "beta2")
         checks.telemetry(self.telemetry)
-        checks.one_of(self, size=tuple(gpt2.SIZES), precision=("float32", "bfloat16"), attention=("xla", "cudnn"))
+        checks.one_of(self, size=tuple(gpt2.SIZES))
+        checks.choices(self, leave_out=("size",))
         if self.attention == "cudnn" and self.precision != "bfloat16":
             raise ValueError("attention 'cudnn' needs precision 'bfloat16'")
         if 0 < self.positions < self.context:

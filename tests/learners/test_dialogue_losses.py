@@ -14,6 +14,7 @@ from jaxaudit.learners.dialogue.advantages import estimate_advantages
 from jaxaudit.learners.dialogue.factories import PRESETS
 from jaxaudit.learners.dialogue.objective import Coefficients, ObjectiveConfig
 from jaxaudit.learners.dialogue.policy_loss import LossInputs, Predictions, policy_loss
+from jaxaudit.learners.dialogue.settings import DialogueSettings
 
 DATA = DATA
 pytestmark = pytest.mark.usefixtures("float64")
@@ -316,7 +317,6 @@ def test_the_complete_ppo_loss_equals_numpy(verl):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ratio": "row"}, "ratio must be token, sequence_mean, sequence_sum, not 'row'"),
         (
             {"correction": "tis", "old_log_probability": "sampled"},
             "correction = 'tis' weighs tokens by recomputed over sampled",
@@ -331,6 +331,14 @@ def test_the_complete_ppo_loss_equals_numpy(verl):
 def test_inconsistent_objectives_are_refused_with_a_message(settings, message):
     with pytest.raises(ValueError, match=message):
         ObjectiveConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    "name", ["objective", "ratio", "kl", "covariance", "precision", "learning_rate_decay", "old_log_probability"]
+)
+def test_an_unknown_choice_is_refused_with_a_message(name):
+    with pytest.raises(ValueError, match=rf"{name} must be \w+, \w+.*, not 'row'"):
+        DialogueSettings(**{name: "row"})
 
 
 @pytest.mark.parametrize("invalid", [{"gamma": 1.5}, {"dual_clip": 0.9}, {"mis_low": 3.0}, {"clip_high": float("nan")}])

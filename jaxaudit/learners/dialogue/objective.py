@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from flax import struct
 
@@ -77,6 +77,9 @@ class Coefficients:
 class ObjectiveConfig:
     """The structural choices of the objective, which decide what is compiled; its numbers are `Coefficients`.
 
+    `DialogueSettings` has the same fields and checks that each has one of its values. This class checks that they go
+    together.
+
     Attributes:
       objective: "policy", or "preference" (DPO), which reads none of the other choices.
       advantage: advantage estimator: "gae" (which trains a critic), "group", "group_mean" or "leave_one_out".
@@ -101,26 +104,25 @@ class ObjectiveConfig:
       dynamic_sampling: whether rollout groups without signal are replaced from a fixed surplus.
     """
 
-    objective: Literal["policy", "preference"] = "policy"
-    advantage: Literal["gae", "group", "group_mean", "leave_one_out"] = "group"
+    objective: str = "policy"
+    advantage: str = "group"
     whiten: bool = False
-    ratio: Literal["token", "sequence_mean", "sequence_sum"] = "token"
-    correction: Literal["none", "tis", "mis"] = "none"
-    correction_level: Literal["token", "sequence", "geometric"] = "token"
-    aggregation: Literal["token_minibatch", "token_iteration", "sequence", "constant"] = "sequence"
-    kl: Literal["none", "k1", "k2", "k3", "exact"] = "none"
-    kl_in: Literal["loss", "reward", "both"] = "loss"
-    kl_weight: Literal["none", "ratio", "stopped_ratio"] = "none"
-    covariance: Literal["none", "clip", "kl"] = "none"
+    ratio: str = "token"
+    correction: str = "none"
+    correction_level: str = "token"
+    aggregation: str = "sequence"
+    kl: str = "none"
+    kl_in: str = "loss"
+    kl_weight: str = "none"
+    covariance: str = "none"
     adaptive_lambda: bool = False
     entropy_bonus: bool = False
     clip_value: bool = True
-    old_log_probability: Literal["recomputed", "sampled"] = "recomputed"
+    old_log_probability: str = "recomputed"
     overlong_penalty: bool = False
     dynamic_sampling: bool = False
 
     def __post_init__(self):
-        checks.choices(self)
         if self.objective == "preference" and self.kl != "none":
             raise ValueError(f"a preference objective contains its own KL, so kl must be 'none', not {self.kl!r}")
         if self.objective == "preference" and (self.correction != "none" or self.entropy_bonus):

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxaudit.core.optimizer import DECAYS
 from jaxaudit.learners.dialogue import packing
 from jaxaudit.learners.dialogue.objective import Coefficients, ObjectiveConfig
 from jaxaudit.learners.rl import settings as checks
@@ -214,8 +213,8 @@ class DialogueSettings:
         checks.fractions(self, "warm_start_success", "warm_start_right", "learning_rate_final", "curriculum")
         checks.below_one(self, "beta1", "beta2", "learning_rate_warmup")
         checks.telemetry(self.telemetry)
-        checks.one_of(self, size=tuple(gpt2.SIZES), precision=("float32", "bfloat16"))
-        checks.one_of(self, old_log_probability=("recomputed", "sampled"), learning_rate_decay=tuple(DECAYS))
+        checks.one_of(self, size=tuple(gpt2.SIZES))
+        checks.choices(self, leave_out=("size",))
         if self.reward not in REWARDS:
             raise ValueError(
                 f"reward must be {' or '.join(map(repr, REWARDS))}, not {self.reward!r}: to write a reward in Python, "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jaxaudit.runtime import registry
@@ -71,11 +72,14 @@ def one_of(settings: Any, **allowed: tuple[str, ...]) -> None:
             raise ValueError(f"{name} must be {', '.join(values)}, not {getattr(settings, name)!r}")
 
 
-def choices(settings: Any) -> None:
-    """Raises ValueError unless each field annotated as a `Literal` has one of its values."""
-    for name, hint in get_type_hints(type(settings)).items():
-        if get_origin(hint) is Literal:
-            one_of(settings, **{name: get_args(hint)})
+def choices(settings: object, leave_out: Collection[str] = ()) -> None:
+    """Raises ValueError unless each field annotated as a `Literal`, except those left out, has one of its values."""
+    one_of(settings, **{name: v for name, v in _literals(type(settings)).items() if name not in leave_out})  # type: ignore[arg-type]
+
+
+@functools.cache
+def _literals(kind: type) -> dict[str, tuple[str, ...]]:
+    return {name: get_args(hint) for name, hint in get_type_hints(kind).items() if get_origin(hint) is Literal}
 
 
 def widths(settings: Any) -> None:
