@@ -1,6 +1,7 @@
 """Tests initialisation, warm starts, curricula, schedules and reward scales of dialogue learners."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,10 @@ import jaxaudit as ja
 from jaxaudit.core.optimizer import DECAYS, warmup_decay
 from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues.hop import Hop
+from jaxaudit.dialogues.protocol import POLICY
 from jaxaudit.learners.dialogue import demonstrations
 from jaxaudit.learners.dialogue.network import HEAD, Network
+from jaxaudit.learners.dialogue.rollout import Rows
 from jaxaudit.learners.dialogue.settings import DialogueSettings
 from jaxaudit.learners.dialogue.telemetry.rewards import Scale, reward_statistics
 from jaxaudit.models import gpt2, gpt2_checkpoint
@@ -117,6 +120,33 @@ def test_a_warm_start_makes_exactly_the_updates_of_its_setting(updates):
     change = max(float(jnp.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (after, params)), strict=True))
     assert success == 0
     assert (updates - 0.7) * rate < change < (updates + 0.3) * rate
+
+
+@pytest.mark.parametrize(("right", "direction"), [(0.9, 1), (0.1, -1)])
+def test_a_warm_start_imitates_as_many_right_demonstrations_as_its_setting_says(right, direction, monkeypatch):
+    """The policy has one parameter: it is the log-probability of right demonstrations, and minus that of wrong ones."""
+
+    def demonstrate(dialogue, keys, difficulty, is_right):
+        entries = dict.fromkeys(field.name for field in dataclasses.fields(Rows))
+        return Rows(**entries | {"tokens": is_right[:, None], "role": jnp.full((len(keys), 1), POLICY)})
+
+    def log_prob_and_entropy(params, base, rows, temperature):
+        return jnp.where(rows.tokens, params, -params), None
+
+    monkeypatch.setattr(demonstrations, "demonstrate", demonstrate)
+    settings = DialogueSettings(
+        warm_start=1, warm_start_rows=500, warm_start_right=right, warm_start_success=1.0, warm_start_learning_rate=0.1
+    )
+    after, _ = demonstrations.warm_start_policy(
+        SimpleNamespace(log_prob_and_entropy=log_prob_and_entropy),
+        jnp.float32(0.0),
+        None,
+        jax.random.key(0),
+        lambda params, key: jnp.float32(0.0),
+        settings,
+        settings.numbers(1.0),
+    )
+    assert after == pytest.approx(0.1 * direction, rel=1e-3), "an update of Adam's first step has the learning rate"
 
 
 def test_reward_gap_is_in_standard_deviations_of_each_reward():

@@ -1,5 +1,7 @@
 """Tests what PPO and TRPO share, on tasks with known values."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from jaxaudit.learners.rl.on_policy import Moments
 from jaxaudit.learners.rl.ppo import PPO, PPOSettings
 from jaxaudit.learners.rl.telemetry import episode_telemetry, when_due
 from jaxaudit.learners.rl.trpo import TRPO, TRPOSettings
+from jaxaudit.tasks.episodes import EpisodeState
 
 SMALL = UNNORMALIZED_SETTINGS | {"hidden": (16,)}
 AGENTS = {
@@ -138,6 +141,23 @@ def test_a_policy_is_evaluated_when_due():
 
     _, returns = jax.jit(lambda: jax.lax.scan(step, None, jnp.arange(12)))()
     np.testing.assert_array_equal(returns, [np.nan, np.nan, 0.5] * 4)
+
+
+def test_performance_is_of_the_undisturbed_copies_and_acting_performance_of_the_disturbed_environments():
+    def episodes(last_return, last_length):
+        two = jnp.ones(2)
+        return EpisodeState(None, two, two, two, two, two * last_return, two * last_length, two > 0, None)
+
+    learner = SimpleNamespace(
+        settings=PPOSettings(evaluations=0),
+        env=None,
+        max_episode_steps=3,
+        undisturbed=SimpleNamespace(clean=lambda copies, episodes: copies),
+    )
+    state = SimpleNamespace(copies=episodes(5.0, 2), episodes=episodes(1.0, 3))
+    telemetry = episode_telemetry(learner, state, None, jax.random.key(0), Taps(0, 12))
+    values = {name: telemetry[name].item() for name in ("performance", "acting_performance", "episode_length")}
+    assert values == {"performance": 5.0, "acting_performance": 1.0, "episode_length": 3.0}
 
 
 def test_a_pool_of_expensive_resets_is_renewed_every_iteration():
