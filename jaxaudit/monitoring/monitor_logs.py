@@ -326,9 +326,9 @@ class ScoredGroup:
           UserError: too many clean runs to calibrate on have values that are not finite.
         """
         names = list(group.channel_steps)
-        restricted = [[_restricted(run, group.channel_steps) for run in runs] for runs in (clean, group.runs)]
-        grid = alignment.common_grid(restricted[0], names)
-        clean_runs, new_runs = (LoggedRuns.on_grid(runs, names, grid) for runs in restricted)
+        restricted = [_restricted(run, group.channel_steps) for run in clean]
+        grid = alignment.common_grid(restricted, names)
+        clean_runs, new_runs = (LoggedRuns.on_grid(runs, names, grid) for runs in (restricted, group.runs))
         fitted, calibrated = (clean_runs.values[indices] for indices in split)
         if not varying_channels(fitted).any():
             return None

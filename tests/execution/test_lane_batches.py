@@ -256,6 +256,7 @@ def test_states_pass_through_pieces_unchanged(piece, monkeypatch):
     assert jnp.issubdtype(states.learner["key"].dtype, jax.dtypes.prng_key)
     pieces = engine.copies(baseline, states)
     assert [n for part in pieces for n in range(part.first, part.first + part.lanes)] == [0, 1, 2]
+    assert engine.piece_bytes() == max(part.lanes for part in pieces) * engine.lane_bytes()
     states = engine.forked(lambda seeds: pieces, phase)
     np.testing.assert_array_equal(states.learner["x"][:4], concatenate_x(pieces)[[2, 0, 1, 2]])
     states, _ = engine.advance(phase, states, 3, 5)
