@@ -23,7 +23,10 @@ FEW_LANES = 4
 
 
 def autotune_local(grid: Grid, rows: int, resident: bool = False) -> tuple[Grid, dict[str, float]]:
-    """Returns `autotune(grid, rows, resident=resident)`; raises ValueError for devices of several processes."""
+    """Returns `autotune` of a grid that this process trains alone; raises ValueError for devices of several processes.
+
+    `rows` and `resident` are as in `memory.fit`.
+    """
     if grid.program.across_hosts:
         raise ValueError(
             "audit() and margin() train in the memory of one process, on jax.local_devices(); to train on several "

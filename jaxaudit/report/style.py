@@ -120,12 +120,12 @@ def finish(
       panels: the charts to place side by side.
       columns: the most panels in a row of the static figure.
       shared: whether all panels share one colour legend; otherwise each has its own.
-      min_width: the least width of a panel, in pixels, for which a row has fewer panels. On a narrower page a panel
-        shrinks further.
+      min_width: the width of a panel, in pixels, below which a row has fewer panels. A single panel shrinks further on
+        a narrow page.
       max_width: the largest width of a panel, in pixels.
       gutter: the pixels that a panel needs beside its width, for its axis and the space to the next panel.
-      has_cells: whether panels have cells with text, which would overlap in less than `min_width`; a narrower page
-        scrolls them.
+      has_cells: whether panels have cells with text, which would overlap below `min_width`. They do not shrink
+        further, and a narrow page scrolls them.
     """
     rows = -(-len(panels) // columns)
     columns = -(-len(panels) // rows)
